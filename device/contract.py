@@ -254,22 +254,31 @@ class AttnMeta:
 class Inputs:
     """What a step function sees: the inputs by name, the op table to call, and the attention metadata."""
 
-    __slots__ = ("_tensors", "meta", "ops")
+    __slots__ = ("_meta", "_tensors", "ops")
 
     def __init__(self, ops: OpTable, tensors: Mapping[str, Tensor], lists: Mapping[str, Sequence[int]]) -> None:
         self.ops = ops
         self._tensors = tensors
-        self.meta = AttnMeta(
-            tensors["q_start"],
-            tensors["seq_lens"],
-            tensors["block_table"],
-            tensors["slots"],
-            tensors["counts"],
-            lists["q_lens"],
-            lists["kv_lens"],
-            tensors.get("tree"),
-            tensors.get("is_tree"),
-        )
+        self._meta: AttnMeta | None = None
+        if "q_start" in tensors:
+            self._meta = AttnMeta(
+                tensors["q_start"],
+                tensors["seq_lens"],
+                tensors["block_table"],
+                tensors["slots"],
+                tensors["counts"],
+                lists["q_lens"],
+                lists["kv_lens"],
+                tensors.get("tree"),
+                tensors.get("is_tree"),
+            )
+
+    @property
+    def meta(self) -> AttnMeta:
+        """The attention metadata; only of a layout that has q_start, seq_lens, block_table and slots."""
+        if self._meta is None:
+            raise KeyError("this program's layout has no attention inputs")
+        return self._meta
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
