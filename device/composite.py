@@ -1,4 +1,4 @@
-"""The default composition of each composite op out of plain ones: what ``--no-fusion`` runs and what fusions must equal."""
+"""Each composite op composed of plain ones: what ``--no-fusion`` runs and what a fusion must equal."""
 
 from __future__ import annotations
 

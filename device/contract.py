@@ -295,7 +295,7 @@ class Pending(ABC):
 
     @abstractmethod
     def wait(self) -> dict[str, NDArray[Any]]:
-        """The outputs as host arrays (actual counts, no padding). Blocks; releases the GIL. Raises what the step raised.
+        """The outputs as host arrays (actual counts, no padding). Blocks, without the GIL; raises what the step raised.
 
         The arrays are valid until the program's next launch.
         """
@@ -390,6 +390,7 @@ class Device(ABC):
 
     def close(self) -> None:
         """Free threads and memory. The device is not used afterwards."""
+        return
 
 
 class SingleRank(Communicator):

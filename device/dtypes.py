@@ -27,7 +27,8 @@ _NUMPY: dict[str, Any] = {
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The NumPy type that stores ``name`` on the host (bfloat16: uint16). KeyError for an unknown name."""
-    return np.dtype(_NUMPY[name])
+    dtype: np.dtype[Any] = np.dtype(_NUMPY[name])
+    return dtype
 
 
 def itemsize(name: str) -> int:

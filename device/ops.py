@@ -24,7 +24,8 @@ class SampleParams(NamedTuple):
     min_p: Tensor
 
 
-class Out(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Out:
     """One output of an op: shape, dtype, and the count that its first dimension follows (None outside recordings)."""
 
     shape: tuple[int, ...]
@@ -37,8 +38,8 @@ class OpDecl:
     """One op. ``outputs`` has the op's own signature. ``writes`` names operands that it changes in place.
 
     family: ``weight`` and ``cache`` ops share an opaque layout and are bound together: the packed weight or the cache
-    layer carries the implementation that made it. composite: has a default composed of plain ops.
-    step: may be called inside a step program (the others only outside).
+    layer (operand number ``carrier``) carries the implementation that made it in its attribute ``impl``.
+    composite: has a default composed of plain ops. step: may be called inside a step program (the others only outside).
     """
 
     name: str
@@ -46,6 +47,7 @@ class OpDecl:
     summary: str
     writes: tuple[str, ...] = ()
     family: str | None = None
+    carrier: int = 0
     composite: bool = False
     step: bool = True
 
@@ -169,41 +171,41 @@ def _qkv_rope_store(
 
 _DECLS = (
     OpDecl("embed", _embed, "[T] i32 ids, packed table [V,H] -> [T,H] · scale; an id outside the shard gives zeros",
-           family="weight"),
+           family="weight", carrier=1),
     OpDecl("rms_norm", _rms_norm, "x / sqrt(mean(x²) + eps) · w over the last dimension; [T,H] or [T,heads,D]"),
     OpDecl("add_rms_norm", _add_rms_norm, "residual' = x + residual; y = rms_norm(residual'); -> (y, residual')"),
     OpDecl("add", _add, "x + y"),
     OpDecl("pack_weight", _nothing, "canonical weights that share one input -> packed weight", family="weight",
            step=False),
     OpDecl("linear", _linear, "[T,K] -> [T,N]: x wᵀ + bias; out='float32' leaves the accumulator unrounded",
-           family="weight"),
+           family="weight", carrier=1),
     OpDecl("split_qkv", _split_qkv, "[T,(Hq+2Hkv)·D] -> q [T,Hq,D], k, v [T,Hkv,D]; may be views"),
     OpDecl("rope", _rope, "rotary embedding, first half of rot paired with the second; cos_sin [P,rot] f32, rot <= D"),
     OpDecl("gated_act", _gated_act, "[T,2I] -> [T,I]: act(gate) · up; silu, gelu_tanh, gelu"),
     OpDecl("store_kv", _store_kv, "k, v [T,Hkv,D] to slots [T] i32 of a cache layer; -1 skips", writes=("layer",),
-           family="cache"),
-    OpDecl("read_kv", _read_kv, "slots [T] -> k, v [T,Hkv,D] as stored", family="cache"),
+           family="cache", carrier=2),
+    OpDecl("read_kv", _read_kv, "slots [T] -> k, v [T,Hkv,D] as stored", family="cache", carrier=0),
     OpDecl("paged_attention", _paged_attention, "[T,Hq,D] -> [T,Hq·D] over the cached K and V of each sequence",
-           family="cache"),
-    OpDecl("move_kv", _nothing, "copy slots src -> dst in all layers, scales too", writes=("kv",), family="cache",
+           family="cache", carrier=1),
+    OpDecl("move_kv", _nothing, "copy slots src -> dst in every layer", writes=("kv",), family="cache", carrier=0,
            step=False),
     OpDecl("swap_kv", _nothing, "copy block pairs between a cache and a host cache", writes=("kv", "host"),
-           family="cache", step=False),
+           family="cache", carrier=0, step=False),
     OpDecl("gather_rows", _gather_rows, "x[rows]; row -1 gives zeros; activations, f32 logits, i32 ids"),
     OpDecl("edit_logits", _edit_logits, "in place: z > 0 ? z/factor : z·factor, then + bias; row -1 skips",
            writes=("logits",)),
     OpDecl("mask_logits", _mask_logits, "in place: -inf where the id's bit [R,ceil(V/32)] i32 is 0",
            writes=("logits",)),
-    OpDecl("sample", _sample, "[R,V] -> ids [R]: inverse CDF over the kept set; params None is argmax; -1: no finite row"),
+    OpDecl("sample", _sample, "[R,V] -> ids [R]: inverse CDF over the kept set; params None: argmax; -1: no finite row"),
     OpDecl("logprobs", _logprobs, "(chosen [R], rank [R], top_ids [R,n], top [R,n]) of log softmax(logits)"),
     OpDecl("verify", _verify, "exact rejection sampling of drafts with probabilities -> (accepted [B], next_id [B])"),
     OpDecl("all_reduce", _identity, "sum over ranks; identity in a world of one"),
     OpDecl("all_gather", _identity, "concatenation over ranks; identity in a world of one"),
     OpDecl("norm_linear", _norm_linear, "(linear(rms_norm(x + residual)), x + residual); residual None: x becomes it",
-           family="weight", composite=True),
-    OpDecl("act_linear", _act_linear, "linear(gated_act(gate_up))", family="weight", composite=True),
+           family="weight", carrier=4, composite=True),
+    OpDecl("act_linear", _act_linear, "linear(gated_act(gate_up))", family="weight", carrier=2, composite=True),
     OpDecl("qkv_rope_store", _qkv_rope_store, "split, q/k norm, rope, store -> q [T,Hq,D]", writes=("layer",),
-           family="cache", composite=True),
+           family="cache", carrier=7, composite=True),
 )  # fmt: skip
 
 OPS: dict[str, OpDecl] = {decl.name: decl for decl in _DECLS}

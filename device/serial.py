@@ -1,0 +1,74 @@
+"""One worker thread that runs jobs in the order they were given: the stream of a device without streams of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from device.errors import DeviceError
+
+
+class Job:
+    """A job under way. ``result()`` waits for it, without the GIL, and returns or raises what it did."""
+
+    __slots__ = ("_done", "_error", "_fn", "_value")
+
+    def __init__(self, fn: Callable[[], Any]) -> None:
+        self._fn: Callable[[], Any] | None = fn
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._done = threading.Lock()
+        self._done.acquire()
+
+    def run(self) -> None:
+        fn = self._fn
+        self._fn = None
+        try:
+            assert fn is not None
+            self._value = fn()
+        except BaseException as error:  # handed to whoever waits
+            self._error = error
+        self._done.release()
+
+    def result(self) -> Any:
+        with self._done:
+            if self._error is not None:
+                raise self._error
+            return self._value
+
+
+class SerialQueue:
+    """Jobs run in call order on one daemon thread. ``drain`` waits for all given so far."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._last: Job | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, fn: Callable[[], Any]) -> Job:
+        if self._closed:
+            raise DeviceError("the device is closed")
+        job = Job(fn)
+        self._last = job
+        self._jobs.put(job)
+        return job
+
+    def drain(self) -> None:
+        """Wait for the jobs given so far; their errors stay with those who wait for them."""
+        last = self._last
+        if last is not None and threading.current_thread() is not self._thread:
+            with last._done:
+                self._last = None if self._last is last else self._last
+
+    def close(self) -> None:
+        self._closed = True
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.run()
+            del job
