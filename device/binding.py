@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from device.composite import default_composites
+from device.contract import StartReport
 from device.errors import DeviceError
 from device.ops import OPS
 
@@ -76,13 +77,13 @@ class Implementation:
 
 @dataclass
 class Bound:
-    """The table, and a row (op, implementation, note) for each op, for the start-up report.
+    """The table and the start-up report.
 
     families: the implementations of each family that a weight or a cache may be given to, the preferred first.
     """
 
     table: OpTable
-    rows: list[tuple[str, str, str]] = field(default_factory=list)
+    report: StartReport
     families: dict[str, list[Implementation]] = field(default_factory=dict)
     batch_invariant: frozenset[str] = frozenset()
 
@@ -102,6 +103,7 @@ def bind(implementations: Sequence[Implementation], *, fusion: bool = True, stri
     rows: list[tuple[str, str, str]] = []
     invariant: set[str] = set()
     fallbacks = []
+    notices: list[str] = []
     for name, decl in OPS.items():
         makers = [impl for impl in implementations if name in impl.functions]
         if decl.family:
@@ -117,7 +119,7 @@ def bind(implementations: Sequence[Implementation], *, fusion: bool = True, stri
             continue
         first = makers[0]
         if name == "pack_weight":
-            functions[name] = _packer(makers)
+            functions[name] = _packer(makers, strict, notices)
         elif decl.family and len(makers) > 1:
             functions[name] = _dispatch(decl.carrier, name, makers, None)
         else:
@@ -135,7 +137,7 @@ def bind(implementations: Sequence[Implementation], *, fusion: bool = True, stri
         )
     table = OpTable(functions)
     table_ref.append(table)
-    return Bound(table, rows, families, frozenset(invariant))
+    return Bound(table, StartReport(rows, notices), families, frozenset(invariant))
 
 
 def _has_family(impl: Implementation, family: str) -> bool:
@@ -155,12 +157,19 @@ def _dispatch(carrier: int, name: str, makers: Sequence[Implementation], default
     return call
 
 
-def _packer(makers: Sequence[Implementation]) -> OpFn:
+def _packer(makers: Sequence[Implementation], strict: bool, notices: list[str]) -> OpFn:
     def pack_weight(weights: Any, uses: Any) -> Any:
+        kinds = " + ".join(f"{w.dtype} group {w.group}" if w.group else w.dtype for w in weights)
         for impl in makers:
-            if impl.supports("pack_weight", weights, uses):
-                return impl.functions["pack_weight"](weights, uses)
-        kinds = ", ".join(f"{w.dtype} group {w.group}" for w in weights)
-        raise DeviceError(f"no implementation packs a weight of {kinds}; dequantise it with another --quantize setting")
+            if not impl.supports("pack_weight", weights, uses):
+                continue
+            if impl.portable and impl is not makers[0]:
+                text = f"{makers[0].label} does not take a weight of {kinds}; {impl.label} stands in for it"
+                if strict:
+                    raise DeviceError(f"--strict: {text}")
+                if text not in notices:
+                    notices.append(text)
+            return impl.functions["pack_weight"](weights, uses)
+        raise DeviceError(f"no implementation packs a weight of {kinds}")
 
     return pack_weight

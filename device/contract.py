@@ -45,10 +45,15 @@ class Tensor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVLayerSpec:
-    """Heads and head size of one layer's cache; layers may differ (pruned models)."""
+    """Heads and head size of one layer's cache, and what will attend to it; layers may differ (pruned models).
+
+    q_heads and window let a device decide at allocation whether its attention takes the layer.
+    """
 
     heads: int
     head_dim: int
+    q_heads: int = 0
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +69,33 @@ class KVSpec:
         return sum(2 * layer.heads * layer.head_dim for layer in self.layers)
 
 
+class PackedWeight(Protocol):
+    """A weight in the layout of the implementation that packed it. shape: (N, K); dtype: what ``embed`` gives."""
+
+    impl: Any
+    shape: tuple[int, int]
+    dtype: str
+
+
+class KVLayer(Protocol):
+    """One layer of a cache. impl: the implementation that allocated it. read_dtype: what ``read_kv`` gives."""
+
+    impl: Any
+    heads: int
+    head_dim: int
+    read_dtype: str
+
+
 class KVCache(Protocol):
     """Pages of KV for all layers. The first ``reserved`` blocks are the device's own and never hold a sequence."""
 
+    impl: Any
     spec: KVSpec
     blocks: int
     block_size: int
     reserved: int
 
-    def layer(self, index: int) -> Any:
+    def layer(self, index: int) -> KVLayer:
         """What ``store_kv``, ``read_kv`` and ``paged_attention`` take for this layer."""
         ...
 
@@ -154,7 +177,7 @@ class Layout:
 
     def bound(self, count: str) -> int:
         """The most that a count can be: the least bound among the inputs that follow it."""
-        return min(s.bound for s in self.inputs if s.count == count and not s.grows)
+        return min((s.bound for s in self.inputs if s.count == count and not s.grows), default=0)
 
 
 _ALIGN = 64
@@ -164,22 +187,24 @@ class HostBuffer:
     """The host side of one step's inputs: one contiguous allocation, a view for each input, and the growing ones.
 
     The runtime writes ``views[name][:n]`` and ``counts``; a device copies ``data`` (and ``growing``) in as few
-    copies as it likes. ``lists`` are plain Python lists for devices whose operators take host lengths.
+    copies as it likes. ``lists`` are plain Python lists for devices whose operators take host lengths. alloc: gives
+    zeroed bytes; a device passes its own for pinned memory.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, alloc: Callable[[int], NDArray[np.uint8]] | None = None) -> None:
         self.layout = layout
+        self._alloc = alloc or (lambda size: np.zeros(size, np.uint8))
         offset = _round_up(4 * len(layout.counts))
         places: list[tuple[InputSpec, int]] = []
         self.growing: dict[str, NDArray[Any]] = {}
         for spec in layout.inputs:
             if spec.grows:
-                self.growing[spec.name] = _padded(spec, spec.bound)
+                self.growing[spec.name] = self._grown(spec, spec.bound)
                 continue
             places.append((spec, offset))
             size = int(np.prod(spec.tail, dtype=np.int64)) * (spec.bound + spec.extra)
             offset = _round_up(offset + size * numpy_dtype(spec.dtype).itemsize)
-        self.data = np.zeros(offset, np.uint8)
+        self.data = self._alloc(offset)
         self.counts = self.data[: 4 * len(layout.counts)].view(np.int32)
         self.offsets = {spec.name: at for spec, at in places}
         self.views: dict[str, NDArray[Any]] = {}
@@ -208,13 +233,28 @@ class HostBuffer:
             capacity = self.growing[spec.name].shape[0]
             while capacity < size:
                 capacity *= 2
-            if capacity != self.growing[spec.name].shape[0]:
-                self.growing[spec.name] = _padded(spec, capacity)
+            old = self.growing[spec.name]
+            if capacity != old.shape[0]:
+                grown = self._grown(spec, capacity)
+                grown[: old.shape[0]] = old
+                self.growing[spec.name] = grown
         return capacity
 
+    def _grown(self, spec: InputSpec, rows: int) -> NDArray[Any]:
+        dtype = numpy_dtype(spec.dtype)
+        size = int(np.prod(spec.tail, dtype=np.int64)) * rows * dtype.itemsize
+        array: NDArray[Any] = self._alloc(size).view(dtype).reshape(rows, *spec.tail)
+        array[:] = 0 if spec.pad == "last" else spec.pad
+        return array
+
     def pad(self, bucket: Mapping[str, int]) -> None:
-        """Fill every input between its actual count and the bucket's with its padding value."""
+        """Fill every input between its actual count and the bucket's with its padding value.
+
+        A growing input that follows a bucketed count (a bitmask a row) grows to the bucket first.
+        """
         for spec in self.layout.inputs:
+            if spec.grows:
+                self.ensure(spec.count, bucket.get(spec.count, 0))
             array = self.array(spec.name)
             live = self.count(spec.count) + spec.extra
             end = array.shape[0] if spec.grows else bucket[spec.count] + spec.extra
@@ -224,10 +264,6 @@ class HostBuffer:
 
 def _round_up(n: int) -> int:
     return -(-n // _ALIGN) * _ALIGN
-
-
-def _padded(spec: InputSpec, rows: int) -> NDArray[Any]:
-    return np.full((rows, *spec.tail), 0 if spec.pad == "last" else spec.pad, numpy_dtype(spec.dtype))
 
 
 @dataclass(slots=True)
@@ -297,7 +333,7 @@ class Pending(ABC):
     def wait(self) -> dict[str, NDArray[Any]]:
         """The outputs as host arrays (actual counts, no padding). Blocks, without the GIL; raises what the step raised.
 
-        The arrays are valid until the program's next launch.
+        The arrays are valid until the program's next launch; a bfloat16 output is its uint16 bits.
         """
 
 
@@ -305,6 +341,11 @@ class Program(ABC):
     """A step function, ready to be launched with any counts below the layout's bounds."""
 
     layout: Layout
+
+    def prepare(self, keys: Sequence[Hashable]) -> None:
+        """Called once before serving, with the keys that are to be expected: record, compile or capture them now, ask
+        ``supports`` for the shapes that they bring, and raise what would otherwise be raised in a user's step."""
+        return
 
     @abstractmethod
     def buffer(self) -> HostBuffer:
@@ -340,7 +381,7 @@ class Communicator(ABC):
 
 @dataclass(slots=True)
 class StartReport:
-    """What a device says at start-up: op -> implementation, and notices."""
+    """What a device says at start-up: (op, implementation, note) rows, and notices."""
 
     ops: list[tuple[str, str, str]] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
@@ -355,6 +396,8 @@ class Device(ABC):
     """The compute dtype: of activations, and of float weights once packed."""
     ops: OpTable
     """The op table for calls outside a program. A step function uses ``inputs.ops``."""
+    report: StartReport
+    """What was bound, and every notice since (a weight that a portable version had to take, …)."""
 
     @abstractmethod
     def memory(self) -> MemoryInfo: ...

@@ -123,14 +123,14 @@ class CpuDevice(Device):
             )
         self.dtype = dtype
         self.bound: Bound = bind([portable_implementation(dtype)], fusion=fusion, strict=strict)
+        self.report = self.bound.report
         self._inner = self.bound.table
         self._queue = SerialQueue("jumar-cpu-device")
         self.ops = OpTable({name: self._in_order(getattr(self._inner, name)) for name in OPS})
 
     def _in_order(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         def op(*args: Any, **kwargs: Any) -> Any:
-            self._queue.drain()
-            return fn(*args, **kwargs)
+            return self._queue.run(lambda: fn(*args, **kwargs))
 
         return op
 
@@ -158,8 +158,7 @@ class CpuDevice(Device):
         return HostTensor(np.array(array, dtype=numpy_dtype(dtype)))
 
     def numpy(self, t: Any) -> NDArray[Any]:
-        self._queue.drain()
-        return np.array(t.array)
+        return np.array(self._queue.run(lambda: t.array))
 
     def program(self, fn: StepFn, layout: Layout) -> Program:
         return _CpuProgram(fn, layout, self._inner, self._queue)

@@ -15,7 +15,18 @@ class ConfigError(JumarError):
 
 
 class DeviceError(JumarError):
-    """A device that was asked for is not usable, or failed while it worked."""
+    """A device that was asked for is not usable, or failed while it worked.
+
+    fatal: nothing more can run on it; every running request gets an error and the service ends.
+    """
+
+    def __init__(self, message: str, *, fatal: bool = False) -> None:
+        super().__init__(message)
+        self.fatal = fatal
+
+
+class OutOfDeviceMemory(DeviceError):
+    """An allocation did not fit; a smaller one may."""
 
 
 class UnsupportedModel(JumarError):

@@ -8,8 +8,8 @@ in ``device.cases``. ``outputs`` infers shapes from operands that may be real or
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from device.contract import Tensor
@@ -39,7 +39,11 @@ class OpDecl:
 
     family: ``weight`` and ``cache`` ops share an opaque layout and are bound together: the packed weight or the cache
     layer (operand number ``carrier``) carries the implementation that made it in its attribute ``impl``.
-    composite: has a default composed of plain ops. step: may be called inside a step program (the others only outside).
+    A carrier is passed by position. composite: has a default composed of plain ops. step: may be called inside a step
+    program (the others only outside). aliases: output number -> operand number whose memory it may share.
+
+    Operands of the ops outside a step (slots, block pairs, canonical weights) are host arrays, consumed before the call
+    returns; ``move_kv`` reads all sources before it writes.
     """
 
     name: str
@@ -50,6 +54,7 @@ class OpDecl:
     carrier: int = 0
     composite: bool = False
     step: bool = True
+    aliases: Mapping[int, int] = field(default_factory=dict)
 
 
 def _count(x: Any) -> str | None:
@@ -179,7 +184,8 @@ _DECLS = (
            step=False),
     OpDecl("linear", _linear, "[T,K] -> [T,N]: x wᵀ + bias; out='float32' leaves the accumulator unrounded",
            family="weight", carrier=1),
-    OpDecl("split_qkv", _split_qkv, "[T,(Hq+2Hkv)·D] -> q [T,Hq,D], k, v [T,Hkv,D]; may be views"),
+    OpDecl("split_qkv", _split_qkv, "[T,(Hq+2Hkv)·D] -> q [T,Hq,D], k, v [T,Hkv,D]; may be views",
+           aliases={0: 0, 1: 0, 2: 0}),
     OpDecl("rope", _rope, "rotary embedding, first half of rot paired with the second; cos_sin [P,rot] f32, rot <= D"),
     OpDecl("gated_act", _gated_act, "[T,2I] -> [T,I]: act(gate) · up; silu, gelu_tanh, gelu"),
     OpDecl("store_kv", _store_kv, "k, v [T,Hkv,D] to slots [T] i32 of a cache layer; -1 skips", writes=("layer",),
@@ -199,10 +205,10 @@ _DECLS = (
     OpDecl("sample", _sample, "[R,V] -> ids [R]: inverse CDF over the kept set; params None: argmax; -1: no finite row"),
     OpDecl("logprobs", _logprobs, "(chosen [R], rank [R], top_ids [R,n], top [R,n]) of log softmax(logits)"),
     OpDecl("verify", _verify, "exact rejection sampling of drafts with probabilities -> (accepted [B], next_id [B])"),
-    OpDecl("all_reduce", _identity, "sum over ranks; identity in a world of one"),
-    OpDecl("all_gather", _identity, "concatenation over ranks; identity in a world of one"),
+    OpDecl("all_reduce", _identity, "sum over ranks; identity in a world of one", aliases={0: 0}),
+    OpDecl("all_gather", _identity, "concatenation over ranks; identity in a world of one", aliases={0: 0}),
     OpDecl("norm_linear", _norm_linear, "(linear(rms_norm(x + residual)), x + residual); residual None: x becomes it",
-           family="weight", carrier=4, composite=True),
+           family="weight", carrier=4, composite=True, aliases={1: 0}),
     OpDecl("act_linear", _act_linear, "linear(gated_act(gate_up))", family="weight", carrier=2, composite=True),
     OpDecl("qkv_rope_store", _qkv_rope_store, "split, q/k norm, rope, store -> q [T,Hq,D]", writes=("layer",),
            family="cache", carrier=7, composite=True),

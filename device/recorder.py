@@ -170,7 +170,10 @@ class _Recorder:
         return tensor
 
     def call(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        outs = [self.new(out) for out in OPS[op].outputs(*args, **kwargs)]
+        outs = []
+        for at, out in enumerate(OPS[op].outputs(*args, **kwargs)):
+            shared = args[OPS[op].aliases[at]] if at in OPS[op].aliases else None
+            outs.append(self.new(out, shared.index if isinstance(shared, RecTensor) else None))
         self.recording.steps.append(
             Call(op, tuple(map(_symbolic, args)), {k: _symbolic(v) for k, v in kwargs.items()},
                  tuple(t.index for t in outs))

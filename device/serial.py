@@ -40,11 +40,10 @@ class Job:
 
 
 class SerialQueue:
-    """Jobs run in call order on one daemon thread. ``drain`` waits for all given so far."""
+    """Jobs run in call order on one daemon thread."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._last: Job | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -53,18 +52,17 @@ class SerialQueue:
         if self._closed:
             raise DeviceError("the device is closed")
         job = Job(fn)
-        self._last = job
         self._jobs.put(job)
         return job
 
-    def drain(self) -> None:
-        """Wait for the jobs given so far; their errors stay with those who wait for them."""
-        last = self._last
-        if last is not None and threading.current_thread() is not self._thread:
-            with last._done:
-                self._last = None if self._last is last else self._last
+    def run(self, fn: Callable[[], Any]) -> Any:
+        """Run after the jobs given so far, and wait for it; at once when called from a job."""
+        if threading.current_thread() is self._thread:
+            return fn()
+        return self.submit(fn).result()
 
     def close(self) -> None:
+        """End the thread after the jobs given so far."""
         self._closed = True
         self._jobs.put(None)
 
