@@ -1,0 +1,1 @@
+"""Reading checkpoints: GGUF and safetensors files, their configurations, one interface over both."""
