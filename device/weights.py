@@ -132,9 +132,9 @@ class CanonicalWeight:
 
 def pack_nibbles(values: NDArray[Any]) -> NDArray[np.uint8]:
     """[N, K] small integers (int4 or uint4) -> [N, K/2] bytes, the even column in the low nibble."""
-    low = values[:, 0::2].astype(np.uint8) & 15
-    high = values[:, 1::2].astype(np.uint8) & 15
-    return low | (high << 4)
+    low = values[:, 0::2].astype(np.uint8) & np.uint8(15)
+    high = values[:, 1::2].astype(np.uint8) & np.uint8(15)
+    return low | (high << np.uint8(4))
 
 
 def float_weight(array: NDArray[Any], dtype: str) -> CanonicalWeight:
