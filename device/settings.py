@@ -26,7 +26,10 @@ from device.schema import InvalidSetting, Setting, settings_of, suggestion
 T = TypeVar("T")
 
 DEFAULT_FILE = "jumar.toml"
-RESERVED_ENV = {"JUMAR_CONFIG": "path of the configuration file, like --config"}
+RESERVED_ENV = {
+    "JUMAR_CONFIG": "path of the configuration file, like --config",
+    "JUMAR_PYTHON": "the Python from which scripts/demo.sh and scripts/test.sh make environments",
+}
 """Variables named ``JUMAR_*`` that are not settings."""
 _KUBERNETES = re.compile(r"JUMAR_(SERVICE_(HOST|PORT).*|PORT_\d+_.*)")
 

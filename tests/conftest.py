@@ -11,3 +11,9 @@ from hypothesis import settings
 settings.register_profile("plain", deadline=None, derandomize=True)
 settings.register_profile("long", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile("long" if os.environ.get("JUMAR_TEST_LONG") == "1" else "plain")
+
+
+def pytest_collection_finish() -> None:
+    """JUMAR_* variables are settings of the product, and it refuses one that it does not know."""
+    for name in [name for name in os.environ if name.startswith("JUMAR_TEST_")]:
+        del os.environ[name]
