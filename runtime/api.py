@@ -69,8 +69,9 @@ class TokenLogprob(NamedTuple):
     """The k best as (id, logprob), best first."""
 
 
-class Event(NamedTuple):
-    """What a step brought for one choice of one request."""
+@dataclass(slots=True)
+class Event:
+    """What a step brought for one choice of one request. Not changed once it is handed out."""
 
     index: int
     """Which of the ``n`` choices."""

@@ -2,8 +2,8 @@
 
 Per id one (factor, bias): ``z > 0 ? z/factor : z·factor``, then ``+ bias``. Repetition penalty is the factor, once per
 id that stands in prompt or output (Keskar et al. 2019, as ``transformers`` applies it); presence and frequency
-penalties count output tokens only (OpenAI: ``z - count·frequency - [count > 0]·presence``); logit_bias adds to it; until
-``min_tokens`` a stop id has bias -inf.
+penalties count output tokens only (OpenAI: ``z - count·frequency - [count > 0]·presence``); logit_bias adds to it;
+until ``min_tokens`` a stop id has bias -inf.
 """
 
 from __future__ import annotations

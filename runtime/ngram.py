@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class NgramIndex:
-    """For every n-gram (shortest <= n <= longest) of one sequence: where it ended last, before its latest occurrence."""
+    """For every n-gram (shortest <= n <= longest) of one sequence: where its last occurrence but the latest ended."""
 
     __slots__ = ("_done", "_last", "longest", "shortest")
 
@@ -20,7 +20,7 @@ class NgramIndex:
         """Tokens whose n-grams are in the index: all but the very last, which has no continuation yet."""
 
     def propose(self, tokens: list[int], count: int) -> list[int]:
-        """At most ``count`` tokens that followed the latest earlier occurrence of the longest n-gram ending ``tokens``."""
+        """At most ``count`` tokens that followed the longest n-gram that ends ``tokens`` when it last stood before."""
         end = len(tokens)
         last = self._last
         for stop in range(max(self._done, self.shortest), end):

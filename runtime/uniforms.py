@@ -51,4 +51,6 @@ def uniforms(seed: int, choice: int, position: int, count: int = AHEAD, purpose:
     counter[1] = choice
     counter[2] = purpose
     words = philox(counter, (seed & _MASK, (seed >> 32) & _MASK))[0]
-    return ((words >> np.uint64(8)).astype(np.float32)) * np.float32(2.0**-24)
+    out: NDArray[np.float32] = (words >> np.uint64(8)).astype(np.float32)
+    out *= np.float32(2.0**-24)
+    return out
