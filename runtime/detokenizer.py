@@ -183,6 +183,11 @@ class TextStream:
         """Output tokens so far: what usage counts."""
         return self._tokens
 
+    @property
+    def length(self) -> int:
+        """Characters so far, those kept back included: where the text of the next token begins."""
+        return self._length
+
     def echo(self) -> TextDelta:
         """The prompt itself as the beginning of the text (OpenAI's ``echo``). Only before the first push.
 
