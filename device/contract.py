@@ -75,6 +75,7 @@ class PackedWeight(Protocol):
     impl: Any
     shape: tuple[int, int]
     dtype: str
+    nbytes: int
 
 
 class KVLayer(Protocol):

@@ -108,7 +108,7 @@ def portable_implementation(dtype: str) -> Implementation:
 class CpuDevice(Device):
     """Any CPU. dtype: float32, or float64 for tests that must not depend on rounding."""
 
-    def __init__(self, dtype: str = "float32", *, fusion: bool = True, strict: bool = False) -> None:
+    def __init__(self, dtype: str = "float32", *, fusion: bool = True, strict: bool = False, threads: int = 0) -> None:
         self.caps = Caps(
             kind="cpu",
             name=f"cpu ({platform.machine()})",
@@ -135,8 +135,7 @@ class CpuDevice(Device):
         return op
 
     def memory(self) -> MemoryInfo:
-        info = host_memory()
-        return MemoryInfo(info.total, info.available, info.source)
+        return host_memory()
 
     def kv_block_bytes(self, spec: KVSpec, block_size: int) -> int:
         scales = sum(2 * layer.heads * 4 for layer in spec.layers) if spec.dtype == "int8" else 0

@@ -85,3 +85,6 @@ class Event:
     """With the first event of a choice: prompt tokens whose KV came from the prefix cache."""
     error: str | None = None
     """Text for the client when finish_reason is ``error``."""
+    stop_token: int | None = None
+    """The id that ended the output (an end-of-text id or one of stop_token_ids): the last of ``tokens``, counted, but
+    not part of the text."""

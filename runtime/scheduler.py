@@ -298,7 +298,8 @@ class Scheduler:
         seq.blocks = hits
         seq.published = len(hits)
         if not seq.preempted:
-            seq.cached = min(seq.computed, seq.prompt_len)
+            seq.cached = seq.computed
+            seq.scheduled = self._clock()
         if hits:
             self.table[seq.row, : len(hits)] = hits
         seq.status = Status.RUNNING

@@ -24,7 +24,7 @@ class Sequence:
 
     tokens: prompt and output. computed: how many of them have their KV in ``blocks``. drafts: proposed continuation,
     never part of ``tokens`` until accepted. hashes: chained hashes of the full blocks of ``tokens``. limit: length at
-    which the output ends. id: unique and in order of arrival.
+    which the output ends. id: unique and in order of arrival. arrived, scheduled: clock times, 0.0 for not yet.
     """
 
     __slots__ = (
@@ -49,6 +49,7 @@ class Sequence:
         "published",
         "root",
         "row",
+        "scheduled",
         "scored",
         "seed",
         "status",
@@ -87,6 +88,7 @@ class Sequence:
         self.edits = edits
         self.extra = extra
         self.arrived = arrived
+        self.scheduled = 0.0
         self.computed = 0
         self.drafts: list[int] = []
         self.blocks: list[int] = []

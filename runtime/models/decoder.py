@@ -54,6 +54,8 @@ class Decoder:
         self._final_norm = final_norm
         self._head = head
         self._kv: list[KVLayer] = []
+        self.nbytes = _distinct_bytes([embedding, head.weight, *_weights(layers)])
+        """Bytes of the packed weights."""
 
     def kv_spec(self, dtype: str) -> KVSpec:
         return KVSpec(
@@ -112,6 +114,16 @@ class Decoder:
             x, _ = ops.add_rms_norm(x, ops.gather_rows(residual, rows), self._final_norm, self.config.rms_eps)
         logits: Tensor = ops.all_gather(self._head(ops, x, "float32"))
         return logits
+
+
+def _weights(layers: list[Layer]) -> Iterable[PackedWeight]:
+    for layer in layers:
+        for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+            yield linear.weight
+
+
+def _distinct_bytes(weights: list[PackedWeight]) -> int:
+    return sum(w.nbytes for w in {id(w): w for w in weights}.values())
 
 
 def parts(config: ModelConfig, layer: int) -> dict[str, Any]:

@@ -1,0 +1,240 @@
+"""From settings to an engine: select the device, load the model, size the KV pool, say what was chosen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from device.config import DeviceConfig
+from device.contract import Device, KVSpec
+from device.errors import ConfigError
+from device.open import open_device
+from device.probe import select
+from runtime.blocks import BlockPool
+from runtime.config import EngineConfig
+from runtime.engine import Engine
+from runtime.loaders.checkpoint import Checkpoint, open_checkpoint
+from runtime.models.build import build_model
+from runtime.scheduler import Limits, Scheduler
+
+if TYPE_CHECKING:
+    from runtime.tokenizer import Tokenizer
+
+Notice = Callable[[str], None]
+Progress = Callable[[int, int], None]
+_MIB = 1 << 20
+_MOST_OF_HOST = 0.5
+"""On a host the KV pool takes at most this share of what is free: the machine needs the rest."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Where the memory goes. Bytes. ``lines`` is what start-up prints."""
+
+    free_before: int = 0
+    source: str = ""
+    weights: int = 0
+    workspace: int = 0
+    block_bytes: int = 0
+    blocks: int = 0
+    reserved: int = 0
+    block_size: int = 0
+    max_model_len: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the pool holds."""
+        return (self.blocks - self.reserved) * self.block_size
+
+    def lines(self) -> list[str]:
+        """For the log: one line a part."""
+        sequences = self.tokens // self.max_model_len if self.max_model_len else 0
+        return [
+            f"free before loading  {_mib(self.free_before)} ({self.source})",
+            f"weights              {_mib(self.weights)}",
+            f"step workspace       {_mib(self.workspace)} (at most)",
+            f"KV pool              {_mib(self.blocks * self.block_bytes)}: {self.blocks - self.reserved} blocks of "
+            f"{self.block_size} tokens = {self.tokens} tokens, {sequences} sequence(s) of {self.max_model_len}",
+            *self.notes,
+        ]
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:9.1f} MiB"
+
+
+def load_engine(model: str, **settings: Any) -> Engine:
+    """A started engine with these settings (names of ``jumar.toml``) over the defaults; files and environment are not
+    read. ConfigError for an unknown name."""
+    from device.settings import resolve
+    from runtime.config import PROFILES
+
+    resolved = resolve(
+        [DeviceConfig, EngineConfig],
+        profiles=PROFILES,
+        options={"model": model, **settings},
+        environ={},
+        cwd="/nonexistent",
+    )
+    engine = build_engine(
+        resolved.of(DeviceConfig), resolved.of(EngineConfig), explicit_len=resolved.explicit("max_model_len")
+    )
+    engine.start()
+    return engine
+
+
+def build_engine(
+    device_config: DeviceConfig,
+    config: EngineConfig,
+    notice: Notice | None = None,
+    progress: Progress | None = None,
+    *,
+    explicit_len: bool | None = None,
+) -> Engine:
+    """An engine, not yet started. notice hears what was chosen and why, line by line; progress(done, total) of loading.
+
+    explicit_len: whether max_model_len was asked for (default: when it is not 0); then a pool that cannot hold one
+    such sequence is an error, and otherwise the length is lowered and said.
+    Raises ConfigError, DeviceError, LoadError, UnsupportedModel.
+    """
+    say = notice or (lambda text: None)
+    if not config.model:
+        raise ConfigError("no model given; name a folder, a .gguf file or smollm2-135m")
+    started = time.monotonic()
+    selection = select(device_config)
+    say(f"device: {selection.name}\n{selection.report()}")
+    checkpoint = open_checkpoint(config.model, say)
+    tokenizer = load_tokenizer(config, checkpoint)
+    device = open_device(selection, device_config)
+    for line in _op_lines(device):
+        say(line)
+    asked = config.max_model_len
+    max_len = asked or checkpoint.config.max_position
+    if asked > checkpoint.config.max_position:
+        say(f"max_model_len {asked} is above the {checkpoint.config.max_position} that the model was made for")
+    before = device.memory()
+    model = build_model(checkpoint, device, max_len, progress)
+    spec = model.kv_spec(_kv_dtype(device, config))
+    ledger = Ledger(before.free, before.source, weights=model.nbytes)
+    explicit = bool(asked) if explicit_len is None else explicit_len
+    limits = size_pool(device, config, spec, model.vocab_size, max_len, explicit, ledger)
+    kv = device.alloc_kv(spec, ledger.blocks, ledger.block_size)
+    model.bind_kv(kv)
+    scheduler = Scheduler(BlockPool(ledger.blocks, kv.reserved, kv.block_size), limits)
+    engine = Engine(
+        model,
+        device,
+        scheduler,
+        config,
+        model_id=checkpoint.name,
+        vocab_size=tokenizer.vocab_size if tokenizer else None,
+        eos_ids={*checkpoint.config.eos_ids, *(tokenizer.eos_ids if tokenizer else ())},
+        tokenizer=tokenizer,
+    )
+    for line in (*ledger.lines(), *device.report.notices):
+        say(line)
+    say(f"loaded {checkpoint.name} in {time.monotonic() - started:.1f} s")
+    return engine
+
+
+def load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
+    """The tokenizer beside the weights, or the one the setting names. None for a folder without one: token ids only."""
+    from runtime.tokenizer import Tokenizer
+
+    if config.tokenizer:
+        return Tokenizer.from_folder(config.tokenizer)
+    if checkpoint.gguf is not None:
+        return Tokenizer.from_gguf(checkpoint.gguf.metadata)
+    return Tokenizer.from_folder(checkpoint.path)
+
+
+def _op_lines(device: Device) -> list[str]:
+    """The op table, ops of the same implementation on one line; portable stand-ins are named as such."""
+    groups: dict[str, list[str]] = {}
+    for op, label, note in device.report.ops:
+        groups.setdefault(f"{label} ({note})" if note else label, []).append(op)
+    return [f"ops by {label}: {', '.join(ops)}" for label, ops in groups.items()]
+
+
+def _kv_dtype(device: Device, config: EngineConfig) -> str:
+    wanted = device.dtype if config.kv_dtype == "auto" else config.kv_dtype
+    if wanted not in device.caps.kv_dtypes:
+        raise ConfigError(
+            f"kv_dtype {wanted!r} is not possible on {device.caps.name}; it takes {', '.join(device.caps.kv_dtypes)}"
+        )
+    return wanted
+
+
+def step_workspace(rows: int, vocab_size: int) -> int:
+    """Bytes that a step needs beside weights and KV, estimated from above: float32 logits and three copies of them
+    (edited, sorted, exponentials)."""
+    return 4 * rows * vocab_size * 4
+
+
+def size_pool(
+    device: Device,
+    config: EngineConfig,
+    spec: KVSpec,
+    vocab_size: int,
+    max_len: int,
+    explicit: bool,
+    ledger: Ledger,
+) -> Limits:
+    """Decide blocks and lengths, and note them in the ledger.
+
+    The pool is the least of ``kv_share`` of the free memory and what max_num_seqs sequences of max_model_len can ever
+    hold. If it cannot hold one sequence of max_model_len, that is lowered with a note, or a ConfigError if it was
+    asked for.
+    """
+    size = device.caps.check_block_size(config.block_size)
+    reserved = device.caps.reserved_blocks
+    ledger.block_size, ledger.reserved = size, reserved
+    ledger.block_bytes = device.kv_block_bytes(spec, size)
+    rows = max(config.max_logit_rows, config.max_num_seqs)
+    ledger.workspace = step_workspace(rows, vocab_size)
+    needed = -(-max_len // size)
+    if config.kv_blocks:
+        blocks = config.kv_blocks
+    else:
+        share = min(config.kv_share, _MOST_OF_HOST) if device.caps.kind == "cpu" else config.kv_share
+        free = max(device.memory().free - ledger.workspace, 0)
+        blocks = min(int(free * share) // max(ledger.block_bytes, 1), config.max_num_seqs * needed)
+    if blocks < 1:
+        raise ConfigError(
+            f"not enough memory for a KV pool: a block takes {ledger.block_bytes / _MIB:.2f} MiB; "
+            f"{device.memory().free / _MIB:.0f} MiB are free ({ledger.source}). Free memory, or take a smaller model"
+        )
+    if blocks < needed:
+        fits = blocks * size
+        if explicit:
+            raise ConfigError(
+                f"max_model_len {max_len} needs {needed} blocks of {size} tokens, the pool has {blocks}: raise "
+                f"kv_share or kv_blocks, or set max_model_len to at most {fits}"
+            )
+        ledger.notes.append(f"max_model_len lowered from {max_len} to {fits}: the KV pool holds no longer sequence")
+        max_len = fits
+    ledger.blocks = blocks + reserved
+    ledger.max_model_len = max_len
+    return _limits(config, device, max_len, rows)
+
+
+def _limits(config: EngineConfig, device: Device, max_len: int, rows: int) -> Limits:
+    tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
+    if not config.chunked_prefill:
+        tokens = max(tokens, max_len + config.max_num_seqs * config.rows_per_sequence)
+    most = device.caps.max_seqs
+    return Limits(
+        max_seqs=config.max_num_seqs if most is None else min(config.max_num_seqs, most),
+        max_tokens=tokens,
+        max_rows=rows,
+        max_len=max_len,
+        chunk=(config.chunk_size or tokens) if config.chunked_prefill else tokens,
+        batching=config.batching,
+        max_batch=config.batch_limit,
+        max_wait=config.max_wait_ms / 1000,
+        prefix_cache=config.prefix_cache,
+        chunked_prefill=config.chunked_prefill,
+    )
