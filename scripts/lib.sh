@@ -180,7 +180,7 @@ env_install() {
     if [ "$1" = --no-build-isolation ] && ! env_pip "$dir" --quiet 'setuptools>=77' || ! env_pip "$dir" "$@"; then
         # pip resolves and downloads before it touches the environment: one that is as it was need not be made anew.
         if [ "$(env_listing "$dir")" = "$before" ]; then rm -f "$dir/.jumar-unfinished"; fi
-        die "pip could not install $what; its message is above." \
+        die "pip could not install ${what% (*}; its message is above." \
             "Without a network: put the wheels into a folder and set PIP_NO_INDEX=1 PIP_FIND_LINKS=/that/folder." \
             "Behind a mirror: set PIP_INDEX_URL, or index-url in pip.conf. The next run goes on from here."
     fi

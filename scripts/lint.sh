@@ -11,7 +11,7 @@ env_dev "$ROOT/.venv"
 failed=()
 check() {
     say "$*"
-    "$ROOT/.venv/bin/$1" "${@:2}" </dev/null || failed+=("$1 $2")
+    "$ROOT/.venv/bin/$1" "${@:2}" </dev/null || failed+=("$*")
 }
 
 shells=()
@@ -27,5 +27,5 @@ check mypy
 check shellcheck -x "${shells[@]}"
 if [ ${#sources[@]} -gt 0 ]; then check clang-format --dry-run -Werror "${sources[@]}"; fi
 
-if [ ${#failed[@]} -gt 0 ]; then die "not clean: ${failed[*]}"; fi
+if [ ${#failed[@]} -gt 0 ]; then die "not clean:" "${failed[@]}"; fi
 say "style, types and shell scripts are clean"
