@@ -69,6 +69,7 @@ class RefKV:
         if blocks < 1 or block_size < 1:
             raise ConfigError(f"a cache needs blocks and a block size of at least 1, not {blocks} and {block_size}")
         self.spec, self.blocks, self.block_size = spec, blocks, block_size
+        self.impl: Any = None
         self.layers = [RefKVLayer(layer, spec.dtype, blocks, block_size, compute) for layer in spec.layers]
 
     def layer(self, index: int) -> RefKVLayer:
