@@ -102,7 +102,7 @@ class SafetensorsFile:
             raise self._broken(f"ends within its header ({self.size} bytes of {8 + length}); incomplete download?")
         try:
             header = json.loads(self._map[8 : 8 + length])
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise self._broken(f"its header is no JSON ({e}); the file is damaged, fetch it again") from e
         if not isinstance(header, dict):
             raise self._broken("its header is no JSON object; the file is damaged, fetch it again")
@@ -258,7 +258,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise LoadError(f"{path}: cannot be read: {e.strerror or e}") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise LoadError(f"{path}: is no JSON ({e}); damaged or incomplete download?") from e
     if not isinstance(content, dict):
         raise LoadError(f"{path}: must hold a JSON object, not a {type(content).__name__}")
