@@ -47,9 +47,11 @@ class EditState:
         self._count: dict[int, int] = {}
         if params.repetition_penalty != 1.0:
             for token in prompt:
-                self.factor[self._entry(token)] = params.repetition_penalty
+                at = self._entry(token)  # before the array is looked up: it may be replaced by a larger one
+                self.factor[at] = params.repetition_penalty
         for token, bias in params.logit_bias.items():
-            self.bias[self._entry(token)] += bias
+            at = self._entry(token)
+            self.bias[at] += bias
         if params.min_tokens > 0:
             for token in self.stop_ids:
                 self._entry(token)

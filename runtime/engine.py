@@ -151,11 +151,13 @@ class Engine:
 
     # ------------------------------------------------------------ any thread
 
-    def start(self) -> None:
-        """Start the engine thread. Once."""
+    def start(self, *, thread: bool = True) -> None:
+        """Start the engine thread. Once. thread=False: the caller steps it itself with ``step``."""
         if self.state != "new":
             raise JumarError(f"the engine is {self.state}; it can be started once")
         self.state = "ready"
+        if not thread:
+            return
         self._thread = threading.Thread(target=self._run, name="jumar-engine", daemon=True)
         self._thread.start()
 

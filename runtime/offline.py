@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from device.errors import RequestRejected
 from runtime.api import GenerationRequest, SamplingParams, TokenLogprob
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from runtime.detokenizer import TextStream
     from runtime.engine import Engine, RequestHandle
 
-Prompt = "str | Sequence[int]"
+Prompt: TypeAlias = "str | Sequence[int]"
 
 
 @dataclass(slots=True)

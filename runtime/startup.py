@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from runtime.engine import Engine
 from runtime.loaders.checkpoint import Checkpoint, open_checkpoint
 from runtime.models.build import build_model
 from runtime.scheduler import Limits, Scheduler
+from runtime.step import Model
 
 if TYPE_CHECKING:
     from runtime.tokenizer import Tokenizer
@@ -117,27 +118,56 @@ def build_engine(
         say(f"max_model_len {asked} is above the {checkpoint.config.max_position} that the model was made for")
     before = device.memory()
     model = build_model(checkpoint, device, max_len, progress)
-    spec = model.kv_spec(_kv_dtype(device, config))
     ledger = Ledger(before.free, before.source, weights=model.nbytes)
-    explicit = bool(asked) if explicit_len is None else explicit_len
-    limits = size_pool(device, config, spec, model.vocab_size, max_len, explicit, ledger)
-    kv = device.alloc_kv(spec, ledger.blocks, ledger.block_size)
-    model.bind_kv(kv)
-    scheduler = Scheduler(BlockPool(ledger.blocks, kv.reserved, kv.block_size), limits)
-    engine = Engine(
+    engine = make_engine(
         model,
         device,
-        scheduler,
         config,
+        max_len,
+        explicit_len=bool(asked) if explicit_len is None else explicit_len,
+        ledger=ledger,
         model_id=checkpoint.name,
-        vocab_size=tokenizer.vocab_size if tokenizer else None,
-        eos_ids={*checkpoint.config.eos_ids, *(tokenizer.eos_ids if tokenizer else ())},
         tokenizer=tokenizer,
+        eos_ids=checkpoint.config.eos_ids,
     )
     for line in (*ledger.lines(), *device.report.notices):
         say(line)
     say(f"loaded {checkpoint.name} in {time.monotonic() - started:.1f} s")
     return engine
+
+
+def make_engine(
+    model: Model,
+    device: Device,
+    config: EngineConfig,
+    max_len: int,
+    *,
+    explicit_len: bool = False,
+    ledger: Ledger | None = None,
+    model_id: str = "model",
+    tokenizer: Tokenizer | None = None,
+    eos_ids: Iterable[int] = (),
+) -> Engine:
+    """An engine, not yet started, for a model that is on its device: sizes the pool, allocates it, binds it.
+
+    max_len: longest sequence wanted; see ``size_pool`` for what becomes of it. Ends are the union of ``eos_ids`` and
+    the tokenizer's; ids that the tokenizer does not know can never be drawn.
+    """
+    ledger = ledger or Ledger()
+    spec = model.kv_spec(_kv_dtype(device, config))
+    limits = size_pool(device, config, spec, model.vocab_size, max_len, explicit_len, ledger)
+    kv = device.alloc_kv(spec, ledger.blocks, ledger.block_size)
+    model.bind_kv(kv)
+    return Engine(
+        model,
+        device,
+        Scheduler(BlockPool(ledger.blocks, kv.reserved, kv.block_size), limits),
+        config,
+        model_id=model_id,
+        vocab_size=tokenizer.vocab_size if tokenizer else None,
+        eos_ids={*eos_ids, *(tokenizer.eos_ids if tokenizer else ())},
+        tokenizer=tokenizer,
+    )
 
 
 def load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:

@@ -39,7 +39,6 @@ class Model(Protocol):
 
     vocab_size: int
     """Width of its logits."""
-    max_position: int
 
     def kv_spec(self, dtype: str) -> KVSpec: ...
 

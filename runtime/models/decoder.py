@@ -48,7 +48,6 @@ class Decoder:
     ) -> None:
         self.config = config
         self.vocab_size = head.weight.shape[0]
-        self.max_position = config.max_position
         self._embedding = embedding
         self._layers = layers
         self._final_norm = final_norm
