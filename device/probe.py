@@ -22,7 +22,7 @@ IMPLEMENTED: frozenset[str] = frozenset({"cpu"})
 """Kinds that this build has a device for. A new device adds its kind here."""
 
 _TITLES = {"ascend": "Ascend", "cuda": "CUDA", "cpu": "CPU"}
-_BROKEN = ("alarm", "critical", "offline")
+BROKEN_HEALTH = ("alarm", "critical", "offline")
 """Health that npu-smi reports for chips that do not compute; a warning (temperature, say) is not among them."""
 
 
@@ -159,7 +159,7 @@ def _unusable(
     if probe.kind not in implemented:
         model = f"{card.model} is present" if probe.kind != "cpu" else "present"
         return f"{model}, but this build has no {_TITLES[probe.kind]} device yet", "use device = cpu"
-    if card.health.lower() in _BROKEN:
+    if card.health.lower() in BROKEN_HEALTH:
         return f"its health is {card.health}", "see npu-smi info -t health"
     return _SOFTWARE[probe.kind](survey.machine, probe, config)
 

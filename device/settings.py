@@ -28,9 +28,11 @@ T = TypeVar("T")
 DEFAULT_FILE = "jumar.toml"
 RESERVED_ENV = {
     "JUMAR_CONFIG": "path of the configuration file, like --config",
-    "JUMAR_PYTHON": "the Python from which scripts/demo.sh and scripts/test.sh make environments",
+    "JUMAR_PYTHON": "which Python the scripts make the environment with",
+    "JUMAR_SMOLLM2_GGUF": "where the tests find the embedded model",
+    "JUMAR_SCHEDULE_CASES": "how many cases a long test runs",
 }
-"""Variables named ``JUMAR_*`` that are not settings."""
+"""Variables named ``JUMAR_*`` that are not settings; besides them all that begin with ``JUMAR_TEST_``."""
 _KUBERNETES = re.compile(r"JUMAR_(SERVICE_(HOST|PORT).*|PORT_\d+_.*)")
 
 
@@ -196,7 +198,7 @@ def _read_environ(settings: Sequence[Setting], environ: Mapping[str, str]) -> La
     known = {s.env: s for s in settings}
     layer: Layer = {}
     for name in sorted(environ):
-        if not name.upper().startswith("JUMAR_") or name in RESERVED_ENV:
+        if not name.upper().startswith("JUMAR_") or name in RESERVED_ENV or name.startswith("JUMAR_TEST_"):
             continue
         value = environ[name]
         hint = ""
