@@ -77,6 +77,19 @@ class Plan:
         self.logit_rows += rows
 
 
+    def add_one(self, seq: Sequence, start: int) -> None:
+        """``add`` for one token that is sampled from."""
+        self.seqs.append(seq)
+        self.starts.append(start)
+        self.counts.append(1)
+        self.drafts.append(0)
+        self.samples.append(True)
+        self.rows.append(1)
+        self.first_row.append(0)
+        self.tokens += 1
+        self.logit_rows += 1
+
+
 class Scheduler:
     """Sequences waiting and running, and the blocks they hold. Not thread-safe: one thread owns it.
 
@@ -160,6 +173,7 @@ class Scheduler:
         limits = self.limits
         before = self.preemptions
         running = self.running
+        size = self.pool.block_size
         at = 0
         while at < len(running):
             left = limits.max_tokens - plan.tokens
@@ -167,6 +181,17 @@ class Scheduler:
             if left <= 0:
                 break
             seq = running[at]
+            start = seq.computed
+            if (
+                start + 1 == len(seq.tokens) < seq.limit
+                and not seq.drafts
+                and seq.prompt_logprobs is None
+                and rows_left > 0
+                and start < len(seq.blocks) * size
+            ):  # the common case, one token into a block that it holds: what the general case below would decide
+                plan.add_one(seq, start)
+                at += 1
+                continue
             count, drafts, samples, scores = self._want(seq, left, rows_left)
             if count == 0:
                 at += 1
