@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -26,7 +27,7 @@ from device.contract import (
 )
 from device.dtypes import decode, itemsize, numpy_dtype
 from device.errors import ConfigError
-from device.memory import host_memory
+from device.memory import host_memory, usable_cores
 from device.ops import OPS, SampleParams
 from device.serial import Job, SerialQueue
 
@@ -106,7 +107,8 @@ def portable_implementation(dtype: str) -> Implementation:
 
 
 class CpuDevice(Device):
-    """Any CPU. dtype: float32, or float64 for tests that must not depend on rounding."""
+    """Any CPU. dtype: float32, or float64 for tests that must not depend on rounding. threads: 0 for as many as the
+    affinity mask and the container's CPU quota allow."""
 
     def __init__(self, dtype: str = "float32", *, fusion: bool = True, strict: bool = False, threads: int = 0) -> None:
         self.caps = Caps(
@@ -122,6 +124,9 @@ class CpuDevice(Device):
                 f"dtype {dtype!r} is not possible on {self.caps.name}; it computes in {' or '.join(self.caps.dtypes)}"
             )
         self.dtype = dtype
+        self.threads = threads or usable_cores()[0]
+        if self.threads != os.cpu_count():
+            _limit_blas(self.threads)
         self.bound: Bound = bind([portable_implementation(dtype)], fusion=fusion, strict=strict)
         self.report = self.bound.report
         self._inner = self.bound.table
@@ -164,6 +169,13 @@ class CpuDevice(Device):
 
     def close(self) -> None:
         self._queue.close()
+
+
+def _limit_blas(threads: int) -> None:
+    """NumPy's BLAS starts a thread for every core of the machine, also of one that may use only some of them."""
+    from threadpoolctl import threadpool_limits
+
+    threadpool_limits(threads, user_api="blas")
 
 
 class _CpuPending(Pending):
