@@ -175,6 +175,8 @@ class Layout:
         for spec in self.inputs:
             if spec.count not in self.counts:
                 raise ValueError(f"input {spec.name} follows {spec.count!r}, which is none of {self.counts}")
+            if spec.grows and spec.bound < 1:
+                raise ValueError(f"input {spec.name} grows by doubling, so it has to begin with at least one row")
 
     def bound(self, count: str) -> int:
         """The most that a count can be: the least bound among the inputs that follow it."""

@@ -44,6 +44,8 @@ class RecTensor:
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> RecTensor:
         slices = index if isinstance(index, tuple) else (index,)
+        if len(slices) > len(self.shape) or not all(isinstance(cut, slice) for cut in slices):
+            raise ValueError(f"a tensor of {len(self.shape)} dimensions takes at most as many slices, not {index!r}")
         if slices[0] != slice(None):
             raise ValueError("rows of a recorded tensor cannot be sliced (their number is not known); use gather_rows")
         shape = list(self.shape)
@@ -171,6 +173,8 @@ class _Recorder:
 
     def call(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outs = []
+        for operand in (*args, *kwargs.values()):
+            self.check_own(operand)
         for at, out in enumerate(OPS[op].outputs(*args, **kwargs)):
             shared = args[OPS[op].aliases[at]] if at in OPS[op].aliases else None
             outs.append(self.new(out, shared.index if isinstance(shared, RecTensor) else None))
@@ -179,6 +183,14 @@ class _Recorder:
                  tuple(t.index for t in outs))
         )  # fmt: skip
         return None if not outs else outs[0] if len(outs) == 1 else tuple(outs)
+
+    def check_own(self, x: Any) -> None:
+        """A tensor kept from another recording would name some other value of this one."""
+        if isinstance(x, RecTensor) and x._recorder is not self:
+            raise ValueError("a step function used a tensor of an earlier step; only weights and caches outlive one")
+        if isinstance(x, SampleParams):
+            for part in x:
+                self.check_own(part)
 
     def table(self, fused: Callable[[str, Any], bool]) -> OpTable:
         functions: dict[str, Callable[..., Any]] = {}
@@ -205,6 +217,8 @@ class _Recorder:
 
     def finish(self, outputs: Mapping[str, Any]) -> Recording:
         rec = self.recording
+        for tensor in outputs.values():
+            self.check_own(tensor)
         rec.outputs = {name: tensor.index for name, tensor in outputs.items()}
         rec.last_use = [-1] * len(rec.values)
         for at, step in enumerate(rec.steps):
