@@ -171,6 +171,7 @@ def test_torch_from_pypi_on_an_ascend_server(tmp_path: Path) -> None:
     assert found.level == "warn" and "3 CUDA packages" in found.found
     assert "--index-url https://download.pytorch.org/whl/cpu" in found.advice and "nvidia-nccl-cu13" in found.advice
     assert "torch build" not in bad(ascend(tmp_path, packages={"torch": "2.13.0"}))
+    assert "torch build" not in bad(ascend(tmp_path, packages={**packages, "torch": "2.13.0+cpu"}))
 
 
 def test_an_ascend_server_without_anything(tmp_path: Path) -> None:
@@ -260,7 +261,7 @@ def test_cuda_driver(tmp_path: Path, driver: str, torch: str, name: str, level: 
         ("9.1.0-beta.1", ">=9.1", True), ("8.3.RC1", ">=8.3,<9", True), ("8.3.RC1", ">=8.5", False),
         ("2.0", "<2", False), ("1.26.4", "<2", True), ("1.26", "==1.26.0", True), ("1.26.1", "!=1.26.*", False),
         ("10.0", ">9.9", True), ("3.12.9", ">=3.9,<3.13", True), ("3.13.0", ">=3.9,<3.13", False),
-        ("1.0", "<=1", True), ("", ">=0", False), ("V100", ">=99", True), ("unknown", ">=0", False),
+        ("1.0", "<=1", True), ("1.0.1", "<=1", False), ("1.26.1", "==1.26", False), ("9.9.1", ">9.9", True), ("", ">=0", False), ("V100", ">=99", True), ("unknown", ">=0", False),
     ],
 )  # fmt: skip
 def test_matches(version: str, specifier: str, fits: bool) -> None:

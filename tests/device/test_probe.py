@@ -98,6 +98,9 @@ def test_310p(tmp_path: Path) -> None:
         ("310P", 5, 44280 * MiB, (44280 - 1501) * MiB),
     ]
     assert "bfloat16" not in cards[0].dtypes
+    old = Tools(npu_smi=npu_smi(table(chips, "310P3", hbm=False), mapping(chips, "Ascend", physical=False)))
+    cards = probe_ascend.probe_ascend(ascend_machine(tmp_path, old)).cards
+    assert [c.physical for c in cards] == [None, None], "its column Device is not the physical id"
 
 
 @pytest.mark.parametrize(
@@ -275,6 +278,7 @@ def test_visible_gpus(tmp_path: Path, listed: str, ids: list[int]) -> None:
 )
 def test_wrong_lists_of_gpus(tmp_path: Path, listed: str, said: str) -> None:
     m = cuda_machine(tmp_path, environ={"CUDA_VISIBLE_DEVICES": listed})
+    assert probe_cuda.probe_cuda(m).visible == ()
     with pytest.raises(DeviceError, match=said):
         chosen(m, "cuda")
     assert chosen(m) == "cpu"
@@ -396,6 +400,14 @@ def test_a_hanging_command_holds_nobody() -> None:
     started = time.monotonic()
     assert execute([sys.executable, "-c", code], 1.0).status == "timeout"
     assert time.monotonic() - started < 5
+
+
+def test_a_command_that_takes_too_long_is_killed(tmp_path: Path) -> None:
+    mark = tmp_path / "lived"
+    code = f"import time; time.sleep(1.5); open({str(mark)!r}, 'w')"
+    assert execute([sys.executable, "-c", code], 0.3).status == "timeout"
+    time.sleep(2)
+    assert not mark.exists()
 
 
 def test_first_line_is_short() -> None:
