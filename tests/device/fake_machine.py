@@ -15,6 +15,7 @@ Answer = Command | str
 BASE_PACKAGES = {
     "numpy": "2.2.6", "safetensors": "0.6.0", "gguf": "0.17.0", "tokenizers": "0.22.0", "jinja2": "3.1.6",
     "flask": "3.1.0", "waitress": "3.0.2", "click": "8.1.8", "prometheus-client": "0.22.0", "tqdm": "4.67.0",
+    "threadpoolctl": "3.6.0",
 }  # fmt: skip
 CPUINFO = "processor : 0\nmodel name : Test CPU  @ 2GHz\nflags : fpu sse4_2 avx f16c fma avx2 avx512f avx512_vnni\n"
 

@@ -261,7 +261,8 @@ def test_cuda_driver(tmp_path: Path, driver: str, torch: str, name: str, level: 
         ("9.1.0-beta.1", ">=9.1", True), ("8.3.RC1", ">=8.3,<9", True), ("8.3.RC1", ">=8.5", False),
         ("2.0", "<2", False), ("1.26.4", "<2", True), ("1.26", "==1.26.0", True), ("1.26.1", "!=1.26.*", False),
         ("10.0", ">9.9", True), ("3.12.9", ">=3.9,<3.13", True), ("3.13.0", ">=3.9,<3.13", False),
-        ("1.0", "<=1", True), ("1.0.1", "<=1", False), ("1.26.1", "==1.26", False), ("9.9.1", ">9.9", True), ("", ">=0", False), ("V100", ">=99", True), ("unknown", ">=0", False),
+        ("1.0", "<=1", True), ("1.0.1", "<=1", False), ("1.26.1", "==1.26", False), ("9.9.1", ">9.9", True),
+        ("", ">=0", False), ("V100", ">=99", True), ("unknown", ">=0", False),
     ],
 )  # fmt: skip
 def test_matches(version: str, specifier: str, fits: bool) -> None:
