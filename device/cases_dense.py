@@ -169,12 +169,12 @@ def embed(rng: Rng, profile: Profile) -> Iterator[Case]:
 def rms_norm(rng: Rng, profile: Profile) -> Iterator[Case]:
     for i, (rows, h) in enumerate(SHAPES):
         args = {"x": act(3 * _normal(rng, rows, h)), "w": real(1 + 0.3 * _normal(rng, h)), "eps": (1e-5, 1e-6)[i % 2]}
-        yield Case("rms_norm", f"{rows}x{h}", args, strided=i % 2 == 1)
+        yield Case("rms_norm", f"{rows}x{h}", args, strided=i % 2 == 1, bounds={"depth": h})
     for i, (rows, heads, dim) in enumerate(((1, 3, 64), (6, 8, 128), (5, 1, 16), (2, 4, 256))):
         args = {"x": act(_normal(rng, rows, heads, dim)), "w": real(_normal(rng, dim)), "eps": 1e-6}
-        yield Case("rms_norm", f"{rows}x{heads}x{dim}", args, strided=i % 2 == 1)
+        yield Case("rms_norm", f"{rows}x{heads}x{dim}", args, strided=i % 2 == 1, bounds={"depth": dim})
     small = {"x": act(1e-4 * _normal(rng, 3, 64)), "w": real(_normal(rng, 64)), "eps": 1e-5}
-    yield Case("rms_norm", "small values, eps decides", small)
+    yield Case("rms_norm", "small values, eps decides", small, bounds={"depth": 64})
     zero = {"x": act(np.zeros((2, 64))), "w": real(_normal(rng, 64)), "eps": 1e-5}
     yield Case("rms_norm", "rows of zeros", zero)
 
@@ -187,7 +187,7 @@ def add_rms_norm(rng: Rng, profile: Profile) -> Iterator[Case]:
             "w": real(1 + 0.3 * _normal(rng, h)),
             "eps": 1e-5,
         }
-        yield Case("add_rms_norm", f"{rows}x{h}", args, strided=i % 2 == 1)
+        yield Case("add_rms_norm", f"{rows}x{h}", args, strided=i % 2 == 1, bounds={"depth": h})
 
 
 def add(rng: Rng, profile: Profile) -> Iterator[Case]:

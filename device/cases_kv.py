@@ -262,7 +262,7 @@ def qkv_rope_store(rng: Rng, profile: Profile) -> Iterator[Case]:
         step = 1.6 * float(np.sqrt(2 * np.log(d))) / 127 if kv_dtype == "int8" else 0.0
         name = f"{rows} rows {heads[0]}+2·{hkv} heads of {d} rot {rot} {kv_dtype} block {size}{' normed' * normed}"
         yield Case("qkv_rope_store", name, args, _all_slots(cache), strided=i % 3 == 1,
-                   bounds={"step": step, "elements": rows * hkv * d, "kv": kv_dtype})  # fmt: skip
+                   bounds={"depth": d, "step": step, "elements": rows * hkv * d, "kv": kv_dtype})  # fmt: skip
 
 
 GENERATORS: dict[str, Generator] = {

@@ -232,7 +232,8 @@ def logprobs(rng: Rng, profile: Profile) -> Iterator[Case]:
             ids[0] = int(np.argmax(z[0]))
             ids[1] = -1
         args = {"logits": real(z, "R"), "ids": i32(ids, "R", -1), "n": n}
-        bounds = {"depth": size}
+        largest = float(np.abs(z[np.isfinite(z)]).max()) if rows else 0.0
+        bounds = {"depth": size, "size": largest}
         yield Case("logprobs", f"{n} best of {rows}x{size}", args, strided=i % 2 == 1, rows="R", bounds=bounds)
 
 

@@ -1,0 +1,16 @@
+"""Every device that the conformance suite runs on. A new device is one line in ``DEVICES``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from device.contract import Device
+from device.cpu import CpuDevice
+from tests.conformance.rounding import RoundingDevice
+
+DEVICES: dict[str, Callable[[], Device]] = {
+    "cpu-float32": lambda: CpuDevice("float32"),
+    "cpu-float64": lambda: CpuDevice("float64"),
+    "rounding-bfloat16": lambda: RoundingDevice("bfloat16"),
+    "rounding-float16": lambda: RoundingDevice("float16"),
+}
