@@ -118,6 +118,8 @@ class BlockPool:
         for digest, block in self.by_hash.items():
             if self.hash_of[block] != digest:
                 raise AssertionError(f"block {block} is found under a hash that it does not carry")
+        if sum(digest is not None for digest in self.hash_of) != len(self.by_hash):
+            raise AssertionError("a block carries a hash under which it is not found")
         if self.free + sum(r > 0 for r in self.ref[self.reserved :]) != self.total:
             raise AssertionError("free and held blocks do not add up to the pool")
 
