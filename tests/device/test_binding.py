@@ -116,6 +116,9 @@ def test_a_second_implementation_of_the_device_itself_is_no_stand_in() -> None:
     bound = bind([first, made_by("general", PLAIN)], strict=True)
     assert bound.table.linear("x", bound.table.pack_weight([INT8], {"linear"})) == ("general", "linear")
     assert bound.report.notices == []
+    alone = bind([portable()])
+    alone.table.pack_weight([INT8], {"linear"})
+    assert alone.report.notices == [], "it stands in for nobody"
 
 
 def test_a_weight_that_nobody_takes() -> None:

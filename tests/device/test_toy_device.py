@@ -157,6 +157,31 @@ def test_a_packed_weight_keeps_nothing_of_the_host(toy: ToyDevice, what: str) ->
     np.testing.assert_array_equal(toy.numpy(toy.ops.embed(toy.tensor(np.arange(6, dtype=np.int32)), packed)), want)
 
 
+def test_weights_lie_in_padded_transposed_tiles_and_integers_stay_integers(toy: ToyDevice) -> None:
+    rng = np.random.default_rng(0)
+    q = rng.integers(0, 256, (17, 32)).astype(np.uint8)
+    four = CanonicalWeight("uint4", q, np.ones((17, 2), np.float32), None, 32)
+    eight = CanonicalWeight("int8", four.values().astype(np.int8), np.ones((17, 2), np.float32), None, 32)
+    packed, wide = (toy.ops.pack_weight([w], frozenset({"linear"})) for w in (four, eight))
+    tiles, bytes_ = toy.numpy(packed.segments[0].tiles), toy.numpy(wide.segments[0].tiles)
+    assert tiles.shape == (2, 2, 16, 16) and bytes_.shape == (2, 2, 32, 16)
+    assert tiles.dtype == np.uint8 and bytes_.dtype == np.int8
+    row, column = 16, 32 + 5
+    assert bytes_[1, 1, 5, 0] == four.values()[row, column]
+    assert tiles[1, 1, 5, 0] == four.values()[row, column] + 16 * four.values()[row, column + 16]
+    assert packed.nbytes == 2 * 2 * 16 * 16 + 2 * 17 * 4
+
+
+def test_pages_hold_the_slots_of_a_block_in_the_fastest_dimension(toy: ToyDevice) -> None:
+    kv = toy.alloc_kv(SPEC, 4)
+    k = reals(1, 2, 5)
+    toy.ops.store_kv(toy.tensor(k), toy.tensor(k), kv.layer(0), toy.tensor(ints(3 * 128 + 9)))
+    page = toy.numpy(kv.layer(0).pages[0])
+    assert page.shape == (4, 2, 16, 128)
+    np.testing.assert_array_equal(page[3, :, :5, 9], k[0])
+    assert np.count_nonzero(~np.isnan(page)) == k.size
+
+
 def test_the_error_of_an_op_comes_out_at_the_next_synchronisation_once(toy: ToyDevice) -> None:
     table = toy.tensor(reals(4, 6))
     x = toy.tensor(reals(2, 3, 6))

@@ -172,7 +172,8 @@ class ToyKernels:
     def edit_logits(self, logits: ToyTensor, row: ToyTensor, id: ToyTensor, factor: ToyTensor, bias: ToyTensor) -> None:
         live = row.array() >= 0
         at = (row.array()[live], id.array()[live])
-        z, f = logits.array()[at], factor.array()[live]
+        z = logits.array()[at]
+        f = factor.array()[live].astype(z.dtype)
         logits.array()[at] = z * np.where(z > 0, 1 / f, f) + bias.array()[live]
 
     def mask_logits(self, logits: ToyTensor, bitmask: ToyTensor) -> None:
