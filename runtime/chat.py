@@ -25,7 +25,7 @@ from device.errors import LoadError, RequestRejected
 from runtime.tokenizer import Tokenizer
 
 _MESSAGE_LIMIT = 300
-_RESERVED = ("messages", "add_generation_prompt")
+_RESERVED = ("messages", "tools", "add_generation_prompt")
 
 
 class ChatTemplate:
@@ -57,33 +57,36 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """The prompt text of a conversation.
 
         messages: OpenAI chat messages; ``content`` a string, null, or a list of text parts (joined by newlines).
-        tools, variables: handed to the template (``enable_thinking`` and such).
-        Raises RequestRejected(param="messages") for messages that are malformed or that the template refuses.
+        continue_final_message: the text ends with the content of the last message, for the model to go on with it
+            (nothing that the template writes after it; no generation prompt).
+        tools, variables: handed to the template; variables are names such as ``enable_thinking`` with their values.
+        Raises RequestRejected: param "messages" for messages that are malformed or that the template refuses, param
+        "chat_template_kwargs" for variables that would take the place of the conversation.
         """
         import jinja2
 
+        given = dict(variables or {})
         for name in _RESERVED:
-            if name in variables:
+            if name in given:
                 raise RequestRejected(f"{name} cannot be set as a template variable", param="chat_template_kwargs")
-        given = {"tools": tools, **self._variables, **variables}
+        generation = add_generation_prompt and not continue_final_message
+        given = {**self._variables, **given, "tools": tools, "add_generation_prompt": generation}
+        checked = given["messages"] = check_messages(messages)
         try:
-            text: str = self._template.render(
-                messages=check_messages(messages), add_generation_prompt=add_generation_prompt, **given
-            )
-        except RequestRejected:
-            raise
+            text: str = self._template.render(given)
         except jinja2.TemplateError as error:
             raise _refused(
                 f"the chat template refused the messages: {error.message or type(error).__name__}"
             ) from error
         except Exception as error:  # a template is a program: it may fail in any way on unforeseen messages
             raise _refused(f"the chat template cannot render these messages: {error}") from error
-        return text
+        return _open_end(text, checked[-1]["content"]) if continue_final_message else text
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
@@ -103,10 +106,13 @@ def encode_chat(
     *,
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    **variables: Any,
+    variables: Mapping[str, Any] | None = None,
+    continue_final_message: bool = False,
 ) -> list[int]:
     """Token ids of a conversation: `render_chat`, encoded without adding special tokens."""
-    text = render_chat(tokenizer, messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+    text = render_chat(
+        tokenizer, messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+    )
     return _encode(tokenizer, text, False, "messages")
 
 
@@ -116,11 +122,12 @@ def render_chat(
     *,
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    **variables: Any,
+    variables: Mapping[str, Any] | None = None,
+    continue_final_message: bool = False,
 ) -> str:
     """The prompt text of a conversation by the tokenizer's template. RequestRejected if it has none."""
     template = template_of(tokenizer)
-    return template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+    return template.render(messages, add_generation_prompt, tools, variables, continue_final_message)
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -152,6 +159,16 @@ def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, param: st
     except RequestRejected as error:
         error.param = param
         raise
+
+
+def _open_end(text: str, content: str | None) -> str:
+    """The text up to the end of the last message's content, which a template may have trimmed."""
+    wanted = content or ""
+    for written in dict.fromkeys((wanted, wanted.rstrip(), wanted.lstrip(), wanted.strip())):
+        at = text.rfind(written) if written else -1
+        if at >= 0:
+            return text[: at + len(written)]
+    raise _refused("the last message cannot be continued: it is empty, or the chat template does not write it out")
 
 
 def _refused(message: str) -> RequestRejected:

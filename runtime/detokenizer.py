@@ -58,8 +58,8 @@ def _begun_character(raw: bytes) -> bytes:
     for length in range(min(3, len(raw)), 0, -1):
         end = raw[-length:]
         if end[0] >= 0xC2:
-            decoder = codecs.getincrementaldecoder("utf-8")("replace")
-            return end if decoder.decode(end) == "" else b""
+            if codecs.getincrementaldecoder("utf-8")("replace").decode(end) == "":
+                return end
     return b""
 
 
@@ -230,5 +230,6 @@ class TextStream:
         """The end of the output: whatever was kept back, which holds no stop string."""
         if self._stopped is not None:
             return TextDelta("", self._stopped, 0, ())
-        text = self._stops.flush() + self._detokenizer.flush()
-        return TextDelta(text, None, 0, ())
+        rest = self._detokenizer.flush()
+        self._length += len(rest)
+        return TextDelta(self._stops.flush() + rest, None, 0, ())

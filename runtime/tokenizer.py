@@ -139,15 +139,12 @@ class Tokenizer:
             a text that begins with the BOS string gets no second BOS.
         Raises RequestRejected if the text cannot be written in UTF-8 (lone surrogates).
         """
-        try:
-            # The batch call releases the GIL, the single one does not and would hold up the engine's thread.
-            ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        except TypeError:
-            if _is_utf8(text):
-                raise
+        if not _is_utf8(text):  # the library refuses it in some versions and drops it in others
             raise RequestRejected(
                 "the text holds half of a surrogate pair (U+D800 to U+DFFF), which is no character; send valid Unicode"
-            ) from None
+            )
+        # The batch call releases the GIL, the single one does not and would hold up the engine's thread.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return self.with_special_tokens(ids) if add_special_tokens else ids
 
     def with_special_tokens(self, ids: list[int]) -> list[int]:
@@ -212,10 +209,9 @@ class Tokenizer:
 
 def _is_utf8(text: str) -> bool:
     try:
-        text.encode("utf-8")
+        return text.isascii() or bool(text.encode("utf-8"))
     except UnicodeEncodeError:
         return False
-    return True
 
 
 # --- a folder in Hugging Face layout ------------------------------------------------------------------------------
