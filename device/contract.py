@@ -126,6 +126,8 @@ class Caps:
     """Most sequences in one step, None: no limit of the device's own."""
     capture: Literal["none", "recorded", "graph"] = "none"
     tree_attention: bool = True
+    kv_share_limit: float = 1.0
+    """Most of the free memory that a KV pool may take; less where others need memory of the same kind."""
 
     def check_block_size(self, size: int) -> int:
         """``size`` or, for 0, the default; ConfigError for one that the device does not take."""

@@ -118,6 +118,7 @@ class CpuDevice(Device):
             kv_dtypes=("float32", "float64", "int8"),
             block_sizes=(16, 8, 32, 64, 128),
             any_block_size=True,
+            kv_share_limit=0.5,
         )
         if dtype not in self.caps.dtypes:
             raise ConfigError(

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 Notice = Callable[[str], None]
 Progress = Callable[[int, int], None]
 _MIB = 1 << 20
-_MOST_OF_HOST = 0.5
-"""On a host the KV pool takes at most this share of what is free: the machine needs the rest."""
 
 
 @dataclass(slots=True)
@@ -229,7 +227,7 @@ def size_pool(
     if config.kv_blocks:
         blocks = config.kv_blocks
     else:
-        share = min(config.kv_share, _MOST_OF_HOST) if device.caps.kind == "cpu" else config.kv_share
+        share = min(config.kv_share, device.caps.kv_share_limit)
         free = max(device.memory().free - ledger.workspace, 0)
         blocks = min(int(free * share) // max(ledger.block_bytes, 1), config.max_num_seqs * needed)
     if blocks < 1:
