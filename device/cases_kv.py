@@ -50,6 +50,13 @@ def _cache(
     return Cache(spec, total, size, first, _fill(rng, profile, spec, blocks * size, inner), layer)
 
 
+def scratch_cache(
+    rng: Rng, profile: Profile, kv_dtype: str, shape: tuple[int, int], blocks: int, size: int, layer: int | None = 0
+) -> Cache:
+    """A filled cache of one layer, shape (heads, head size)."""
+    return _cache(rng, profile, _spec(kv_dtype, shape), blocks, size, layer)
+
+
 def _spec(kv_dtype: str, *shapes: tuple[int, int], group: int = 1, window: int | None = None) -> KVSpec:
     return KVSpec(tuple(KVLayerSpec(heads, dim, heads * group, window) for heads, dim in shapes), kv_dtype)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -158,6 +158,12 @@ def _uniforms(rng: Rng, *shape: int) -> Values:
 def _params(columns: tuple[Values, Values, Values, Values]) -> Params:
     t, k, p, m = columns
     return Params(f32(t, "R"), i32(k, "R"), f32(p, "R", pad=1.0), f32(m, "R"))
+
+
+def sampling_params(rows: Sequence[tuple[float, int, float, float]]) -> Params:
+    """(temperature, top_k, top_p, min_p) of each row as an operand."""
+    t, k, p, m = (np.array(column) for column in zip(*rows, strict=True))
+    return _params((t, k, p, m))
 
 
 def _sample_case(

@@ -22,7 +22,9 @@ from numpy.typing import NDArray
 
 from device.cases import Case, Profile, cut, generate, lone_row, probe
 from device.contract import AttnMeta, Device, Tensor
+from device.errors import ConfigError
 from device.ops import OPS, SampleParams
+from device.roofline import Timing, measure, measure_ceilings
 from device.tolerance import Tolerance, compare, tolerance
 from device.trial import DeviceSide, Host, OneOp, Oracle, Refused, decoded
 
@@ -244,3 +246,99 @@ def run_op(device: Device, op: str, seed: int = 0, cases: int | None = None) -> 
             if result is not None:
                 results.append(result)
     return results
+
+
+# ---------------------------------------------------------------- what a user sees
+
+
+@dataclass(frozen=True, slots=True)
+class OpReport:
+    """One op of ``jumar verify``. worst: the result nearest to (or furthest over) its bound. refused: what the device
+    does not take, said so, and so was not tried."""
+
+    op: str
+    implementation: str
+    results: tuple[CaseResult, ...]
+    timings: tuple[Timing, ...] = ()
+
+    @property
+    def failed(self) -> tuple[CaseResult, ...]:
+        """Results that are wrong."""
+        return tuple(r for r in self.results if r.status == "failed")
+
+    @property
+    def refused(self) -> tuple[CaseResult, ...]:
+        """Cases that the device does not take."""
+        return tuple(r for r in self.results if r.status == "refused")
+
+    @property
+    def ok(self) -> bool:
+        """Nothing wrong, and something tried."""
+        return not self.failed and len(self.refused) < len(self.results)
+
+    @property
+    def worst(self) -> CaseResult:
+        """The result that is nearest to its bound."""
+        return max(self.results, key=_badness)
+
+
+def verify(
+    device: Device,
+    ops: Sequence[str] | None = None,
+    seed: int = 0,
+    bench: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> list[OpReport]:
+    """Run the suite for some or all ops; with ``bench`` also time them against ceilings measured once.
+
+    ConfigError for a name that is no op. progress: told each op's name before it runs.
+    """
+    names = list(OPS) if ops is None else list(dict.fromkeys(ops))
+    unknown = [name for name in names if name not in OPS]
+    if unknown:
+        raise ConfigError(f"no op is called {', '.join(unknown)}; there are {', '.join(OPS)}")
+    labels = {op: f"{label} ({note})" if note else label for op, label, note in device.report.ops}
+    results = {}
+    for name in names:
+        if progress:
+            progress(name)
+        results[name] = tuple(run_op(device, name, seed))
+    timings: dict[str, list[Timing]] = {}
+    if bench:
+        if progress:
+            progress("bandwidth and rate of the device")
+        for timing in measure(device, frozenset(names), measure_ceilings(device)):
+            timings.setdefault(timing.op, []).append(timing)
+    return [OpReport(n, labels.get(n, "?"), results[n], tuple(timings.get(n, ()))) for n in names]
+
+
+def format_verify(reports: Sequence[OpReport]) -> str:
+    """The reports as a table, what failed, and the timings."""
+    rows: list[tuple[str, ...]] = [("op", "implementation", "runs", "error/bound", "nmse", "tolerance", "")]
+    for r in reports:
+        w = r.worst
+        refused = f", {len(r.refused)} refused" if r.refused else ""
+        verdict = "ok" if r.ok else "NOTHING TRIED" if not r.failed else f"{len(r.failed)} FAILED"
+        rows.append((r.op, r.implementation, str(len(r.results)), f"{w.ratio:.2g}", f"{w.nmse:.1e}",
+                     str(w.bound) if w.bound else "", verdict + refused))  # fmt: skip
+    lines = _table(rows)
+    for r in reports:
+        lines += [f"{r.op}, {x.mode}, {x.case}: {x.detail}" for x in r.failed[:5]]
+        lines += [f"{r.op}: {len(r.failed) - 5} more failures"] if len(r.failed) > 5 else []
+        lines += sorted({f"{r.op} refuses {x.case}: {x.detail}" for x in r.refused})
+    timed = [t for r in reports for t in r.timings]
+    if timed:
+        rows = [("op", "shape", "time", "GB/s", "Gop/s", "roofline")]
+        for t in timed:
+            rate = f"{t.operations / t.seconds / 1e9:.1f}" if t.operations else ""
+            rows.append((t.op, t.shape, f"{t.seconds * 1e6:.1f} us", f"{t.moved / t.seconds / 1e9:.1f}", rate,
+                         f"{100 * t.share:.0f} %"))  # fmt: skip
+        lines += ["", *_table(rows), "roofline: above 100 % where the operands fit in a cache"]
+    good = sum(r.ok for r in reports)
+    lines += ["", f"{good} of {len(reports)} ops agree with the float64 reference"]
+    return "\n".join(lines)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
