@@ -105,7 +105,7 @@ class HttpServer:
         self._map: dict[int, Any] = {}
         self._stopping = False
         connections = _connection_limit(streams)
-        self._server = create_server(
+        self._server: Any = create_server(
             app,
             map=self._map,
             sockets=[sock],
