@@ -111,7 +111,12 @@ def encode_chat(
 ) -> list[int]:
     """Token ids of a conversation: `render_chat`, encoded without adding special tokens."""
     text = render_chat(
-        tokenizer, messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+        tokenizer,
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        tools=tools,
+        variables=variables,
+        continue_final_message=continue_final_message,
     )
     return _encode(tokenizer, text, False, "messages")
 
