@@ -263,13 +263,13 @@ class Scheduler:
             return room
         batch = limits.max_batch or limits.max_seqs
         self._open = min(self._open, self.waiting_count)
-        if limits.batching == "static":
+        first = self._front()
+        if first is None or first.preempted:  # that one belongs to the batch before, which is not done without it
+            closed = False
+        elif limits.batching == "static":
             closed = not self.running
         else:
-            first = self._front()
-            closed = first is not None and (
-                self.waiting_count >= batch or self._clock() - first.arrived >= limits.max_wait
-            )
+            closed = self.waiting_count >= batch or self._clock() - first.arrived >= limits.max_wait
         if self._open <= 0 and closed:
             self._open = min(self.waiting_count, batch)
         return min(room, self._open)
