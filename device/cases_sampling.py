@@ -257,9 +257,11 @@ def _draft_case(rng: Rng, name: str, lengths: tuple[int, ...], size: int, start:
     guess = z + 1.5 * rng.standard_normal(z.shape)
     q = np.exp(guess - guess.max(axis=1, keepdims=True)) if rows else guess
     q = (q / q.sum(axis=1, keepdims=True)).astype(np.float32).astype(np.float64)
-    drafts = np.array([int(rng.choice(size, p=row / row.sum())) for row in q], np.int32)
-    best = np.argmax(z, axis=1) if rows else drafts
-    drafts = np.where(rng.random(rows) < 0.5, best, drafts).astype(np.int32)
+    # A third each: what the draft likes best, what it likes more than the target does (often refused), a draw.
+    p = np.exp(z - z.max(axis=1, keepdims=True)) if rows else z
+    kinds = [np.argmax(q, axis=1), np.argmax(q - p / p.sum(axis=1, keepdims=True), axis=1)] if rows else [q[:, 0]] * 2
+    kinds.append(np.array([int(rng.choice(size, p=row / row.sum())) for row in q], np.int64))
+    drafts = np.choose(rng.integers(0, 3, rows), kinds).astype(np.int32)
     ends = row_start[1:][np.diff(row_start) > 0] - 1
     drafts[ends] = -1
 

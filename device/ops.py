@@ -202,7 +202,7 @@ _DECLS = (
            writes=("logits",)),
     OpDecl("mask_logits", _mask_logits, "in place: -inf where the id's bit [R,ceil(V/32)] i32 is 0",
            writes=("logits",)),
-    OpDecl("sample", _sample, "[R,V] -> ids [R]: inverse CDF over the kept set; params None: argmax; -1: no finite row"),
+    OpDecl("sample", _sample, "[R,V] -> ids [R]: inverse CDF over the kept set; params None: argmax; -1: no answer"),
     OpDecl("logprobs", _logprobs, "(chosen [R], rank [R], top_ids [R,n], top [R,n]) of log softmax(logits)"),
     OpDecl("verify", _verify, "exact rejection sampling of drafts with probabilities -> (accepted [B], next_id [B])"),
     OpDecl("all_reduce", _identity, "sum over ranks; identity in a world of one", aliases={0: 0}),

@@ -2,10 +2,10 @@
 
 The ceilings are measured on the device itself, with ops that it has: bytes per second of a large copy or of reading a
 large weight, operations per second of a large matrix product. Of each op the bytes that it must move and the operations
-that it must do are counted from its shapes; the least time is the larger of bytes / bandwidth and operations / rate, its
-share of the measured time is the share of the roofline (Williams et al., doi 10.1145/1498765.1498785). It may exceed
-100 % where the operands fit in a cache: the bandwidth is that of memory. Shapes are those of a model of about one
-billion parameters.
+that it must do are counted from its shapes; the least time is the larger of bytes / bandwidth and operations / rate;
+its share of the measured time is the share of the roofline (Williams et al., doi 10.1145/1498765.1498785), above 100 %
+where the operands fit in a cache: the bandwidth is that of memory. Shapes are those of a model of about one billion
+parameters.
 """
 
 from __future__ import annotations

@@ -84,9 +84,7 @@ def tolerance(
         why = "log of a sum over the vocabulary, then a difference of numbers of the size of the logits, in float32"
         return Tolerance(8 * a, 0.0, (8 * a) ** 2, why, absolute=(8 * size + root) * a)
     if op == "embed":
-        return _sum(
-            3 * e, 16 * e, 3 * e, "q·scale + offset may cancel up to the offset's size; one more for scale"
-        )
+        return _sum(3 * e, 16 * e, 3 * e, "q·scale + offset may cancel up to the offset's size; one more for scale")
     if op == "add":
         return _sum(2 * e, 2 * a, 1.5 * e, "one sum, rounded once")
     if op in ("rms_norm", "add_rms_norm"):

@@ -238,8 +238,8 @@ class OneOp:
             array = buffer.array(name)
             live = operand.values.shape[0]
             array[:live] = self._side.host(self._wide(operand)[0])
-            # What a former step left: real values, so that whoever forgets to pad writes to real places.
-            array[live:] = array[0] if live else 0
+            # What a former step left: real places and other values, so that who forgets to pad overwrites something.
+            array[live:] = array[0 if operand.role == "i32" else live - 1] if live else 0
         for i, count in enumerate(self.layout.counts):
             buffer.counts[i] = counts[count]
         meta = next((arg for arg in case.args.values() if isinstance(arg, Meta)), None)

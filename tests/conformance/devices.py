@@ -18,3 +18,6 @@ DEVICES: dict[str, Callable[[], Device]] = {
     "toy-float32": lambda: make_toy_device("float32", jitter=1e-4),
     "toy-float64-composed": lambda: make_toy_device("float64", fusion=False),
 }
+
+REFUSES: dict[str, tuple[str, ...]] = {}
+"""Parts of the names of cases that a device may refuse (weights, caches), by the device's name here."""
