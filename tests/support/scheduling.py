@@ -98,7 +98,7 @@ class World:
         limit = len(prompt) + max_tokens
         assert s.fits(len(prompt), limit)
         root = s.hasher.root(salt)
-        stops = frozenset({self.stop, *sampling.stop_token_ids})
+        stops = frozenset(sampling.stop_token_ids) | (frozenset() if self.stop < 0 else {self.stop})
         seq = Sequence(
             len(self.sequences), prompt, sampling, limit=limit, stop_ids=stops, root=root,
             seed=sampling.seed or 0, hashes=s.prompt_hashes(root, list(prompt)), arrived=self.clock.now,
