@@ -28,7 +28,7 @@ class GroupedCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {"Options": []}
         for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
+            record = None if isinstance(param, click.Argument) else param.get_help_record(ctx)
             if record is not None:
                 groups.setdefault(getattr(param, "group", "Options"), []).append(record)
         for name, records in groups.items():
@@ -50,9 +50,16 @@ class SettingOption(click.Option):
             [*names, item.name],
             is_flag=item.kind == "bool",
             default=None,
-            metavar=None if item.kind == "bool" else (item.unit or item.kind).upper().replace(" ", "_"),
+            metavar=_metavar(item),
             help=text.replace("\b", ""),
         )
+
+
+def _metavar(item: Setting) -> str | None:
+    if item.kind == "bool":
+        return None
+    kind = {"str": "text", "int": "number", "float": "number"}.get(item.kind, item.kind)
+    return f"[{'|'.join(item.choices)}]" if item.choices else (item.unit or kind).upper().replace(" ", "_")
 
 
 def with_settings(*schemas: type, leave_out: tuple[str, ...] = ()) -> Callable[[F], F]:
