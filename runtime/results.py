@@ -45,8 +45,10 @@ class StepResults:
         for b, seq in enumerate(plan.seqs):
             n_rows = plan.rows[b]
             if not plan.samples[b]:
-                if n_rows:
-                    self._score(seq, n_rows, scores)
+                if n_rows and not self._score(seq, ids[row : row + n_rows], scores):
+                    results.append(self._failed(seq))
+                    row += n_rows
+                    continue
                 advance(seq, plan.counts[b], 0)
                 if len(seq.tokens) >= seq.limit and seq.computed == len(seq.tokens):
                     results.append(Result(seq, (), "length"))  # max_tokens = 0: only the prompt was wanted
@@ -55,9 +57,10 @@ class StepResults:
             else:
                 drafts = plan.drafts[b]
                 scored = n_rows - drafts - 1
-                if scored:
-                    self._score(seq, scored, scores)
-                results.append(self._several(plan, b, ids[row + scored : row + n_rows], logprobs))
+                sampled = ids[row + scored : row + n_rows]
+                if scored and not self._score(seq, ids[row : row + scored], scores):
+                    sampled[0] = -1
+                results.append(self._several(plan, b, sampled, logprobs))
             row += n_rows
         return results
 
@@ -116,13 +119,15 @@ class StepResults:
         return result
 
     @staticmethod
-    def _score(seq: Sequence, n: int, scores: Iterator[_Row]) -> None:
+    def _score(seq: Sequence, ids: list[int], scores: Iterator[_Row]) -> bool:
+        """Take over the scores of these rows. False if one had no finite logits: ``sample`` gave it the id -1."""
         wants = seq.params.prompt_logprobs
         assert wants is not None and seq.prompt_logprobs is not None
-        for _ in range(n):
+        for _ in ids:
             position = len(seq.prompt_logprobs)
             seq.prompt_logprobs.append(next(scores).as_logprob(seq.tokens[position], wants))
         seq.scored = len(seq.prompt_logprobs) - 1
+        return min(ids) >= 0
 
 
 class _Row:
