@@ -105,7 +105,8 @@ class HttpServer:
         self._map: dict[int, Any] = {}
         self._stopping = False
         connections = _connection_limit(streams)
-        self._server: Any = create_server(
+        make: Any = create_server  # its type leaves out what a single server has
+        self._server = make(
             app,
             map=self._map,
             sockets=[sock],

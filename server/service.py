@@ -14,6 +14,7 @@ Three kinds of thread: the HTTP loop and its workers (waitress), the engine's ow
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib.metadata
 import logging
@@ -60,7 +61,7 @@ def open_port(config: ServerConfig) -> socket.socket:
     except PermissionError:
         raise ConfigError(f"{where} needs rights this user has not; take a port from 1024 on with --port") from None
     except OSError as error:
-        if config.port and _answers(config.host, config.port):
+        if error.errno == errno.EADDRINUSE:
             raise ConfigError(f"port {config.port} on {config.host} is taken; take another with --port") from None
         raise ConfigError(f"cannot listen on {where}: {error.strerror}; see --host and --port") from None
     # With SO_REUSEADDR two sockets may be bound as long as neither listens: one who loads too is seen only later.
@@ -149,9 +150,8 @@ class Service:
     def run(self) -> int:
         """Supervise until a stop was asked for or something failed; the exit code."""
         while not self._end.wait(_TICK):
-            failure = self._failure()
-            if failure is not None:
-                return self._fail(failure)
+            if (failure := self._failure()) is not None:
+                return self._fail(*failure)
         return self._drain()
 
     # ------------------------------------------------------------ inside
@@ -163,16 +163,17 @@ class Service:
             log.exception("the HTTP loop failed")
             self._http_error = f"{type(error).__name__}: {error}"
 
-    def _failure(self) -> str | None:
+    def _failure(self) -> tuple[str, str] | None:
+        """(what clients and probes are told, what the log says) once the service cannot go on."""
         limit = self.config.watchdog_timeout
         if self.engine.state == "failed":
-            return self.engine.failure or "unknown"
+            return "a step of the engine failed", self.engine.failure or "unknown"
         if limit and (stalled := self.engine.stalled_for()) > limit:
-            return f"a step has taken {stalled:.0f} s, more than watchdog_timeout = {limit:g} s"
-        return f"HTTP loop: {self._http_error}" if self._http_error else None
+            return "a step of the engine is stuck", f"a step takes {stalled:.0f} s, watchdog_timeout is {limit:g} s"
+        return ("the HTTP loop failed", self._http_error) if self._http_error else None
 
-    def _fail(self, failure: str) -> int:
-        log.critical("the service has failed and ends: %s", failure)
+    def _fail(self, failure: str, detail: str) -> int:
+        log.critical("the service ends: %s: %s", failure, detail)
         self.gate.failure = failure
         until = time.monotonic() + _SHOW_FAILURE_SECONDS
         self.gate.wait_idle(_SHOW_FAILURE_SECONDS)
@@ -188,9 +189,8 @@ class Service:
         log.info("draining: %d requests may take %g s to finish", self.gate.active, limit)
         until = time.monotonic() + limit
         while self.gate.active and time.monotonic() < until:
-            failure = self._failure()
-            if failure is not None:
-                return self._fail(failure)
+            if (failure := self._failure()) is not None:
+                return self._fail(*failure)
             self.gate.wait_idle(min(_TICK, max(0.0, until - time.monotonic())))
         left = self.gate.active
         if left:
