@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from runtime.models.decoder import Decoder, Layer, parts
 from runtime.rope import cos_sin
 
 FINAL_NORM = "model.norm.weight"
+_OF_LAYER = re.compile(r"(model\.layers|blk)\.\d+\.")
 Progress = Callable[[int, int], None]
 
 
@@ -40,7 +42,7 @@ class _Builder:
     def build(self, progress: Progress) -> Decoder:
         config, checkpoint = self.config, self.checkpoint
         head_name = checkpoint.head()
-        self._check_complete(head_name)
+        self._check_names(head_name)
         total = config.num_layers + 1
         table_shape = (config.vocab_size, config.hidden_size)
         if head_name == EMBEDDING:
@@ -54,17 +56,10 @@ class _Builder:
         for i in range(config.num_layers):
             layers.append(self._layer(i))
             progress(i + 2, total)
-        model = Decoder(config, embedding, layers, self._norm(FINAL_NORM, config.hidden_size), head)
-        ignored = [name for name in checkpoint.unused() if name.endswith(".bias")]
-        if ignored:
-            raise LoadError(
-                f"{checkpoint.path}: {', '.join(ignored[:4])} would be ignored: the configuration has no such bias; "
-                "do configuration and weights belong to the same model?"
-            )
-        return model
+        return Decoder(config, embedding, layers, self._norm(FINAL_NORM, config.hidden_size), head)
 
-    def _check_complete(self, head_name: str) -> None:
-        """Name all missing tensors at once, before anything is read."""
+    def _check_names(self, head_name: str) -> None:
+        """Name all missing tensors at once, and all that would be ignored, before anything is read."""
         names = [EMBEDDING, FINAL_NORM, head_name]
         for i in range(self.config.num_layers):
             for field, part in parts(self.config, i).items():
@@ -73,10 +68,18 @@ class _Builder:
                     names += [f"{p}.bias" for p in part]
         missing = self.checkpoint.missing(names)
         if missing:
-            shown = ", ".join(missing[:6]) + (f" and {len(missing) - 6} more" if len(missing) > 6 else "")
             raise LoadError(
-                f"{self.checkpoint.path}: {len(missing)} of {len(names)} tensors of this model are missing: {shown}; "
-                "incomplete download?"
+                f"{self.checkpoint.path}: {len(missing)} of {len(names)} tensors of this model are missing: "
+                f"{_some(missing)}; incomplete download?"
+            )
+        # A weight of a layer that nobody reads: the model that was trained is another one.
+        own = set(names)
+        ignored = [n for n in self.checkpoint.unused() if n not in own and (n.endswith(".bias") or _OF_LAYER.match(n))]
+        if ignored:
+            raise LoadError(
+                f"{self.checkpoint.path}: {_some(ignored)} would be ignored: a {self.config.architecture} of "
+                f"{self.config.num_layers} layer(s) with this configuration has no such weight; do configuration and "
+                "weights belong to the same model?"
             )
 
     def _has_bias(self, field: str) -> bool:
@@ -132,3 +135,7 @@ class _Builder:
             cos_sin=self.ropes[c.rope_of_layer[i]],
             window=c.windows[i],
         )
+
+
+def _some(names: list[str], limit: int = 6) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
