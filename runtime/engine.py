@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -163,15 +164,12 @@ class Engine:
 
     def submit(self, request: GenerationRequest, *, queue_limit: bool = True) -> RequestHandle:
         """Queue a request. RequestRejected when it is impossible, or not possible now (queue_limit=False: waits)."""
-        if self.state != "ready":
-            raise RequestRejected(
-                f"the engine is {self.state}" + (f": {self.failure}" if self.failure else ""),
-                code="service_unavailable", status=503, retry_after=5.0,
-            )  # fmt: skip
+        self._check_ready()
         check_request(request, self.vocab_size, self.scheduler)
         handle = RequestHandle(self, next(self._ids), request)
         self._make_sequences(handle, request)
         with self._lock:
+            self._check_ready()  # again: whoever ends the engine changes its state first, and then empties the inbox
             room = self.config.max_num_seqs + self.config.max_queue - self._live
             if queue_limit and request.params.n > room and self._live:
                 self._stats.rejected += 1
@@ -188,6 +186,13 @@ class Engine:
             self._inbox.append(handle)
         self._wake.set()
         return handle
+
+    def _check_ready(self) -> None:
+        if self.state != "ready":
+            raise RequestRejected(
+                f"the engine is {self.state}" + (f": {self.failure}" if self.failure else ""),
+                code="service_unavailable", status=503, retry_after=5.0,
+            )  # fmt: skip
 
     def _make_sequences(self, handle: RequestHandle, request: GenerationRequest) -> None:
         params = request.params
@@ -212,7 +217,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges as they are now."""
-        s, scheduler = self._stats, self.scheduler
+        s, scheduler = replace(self._stats), self.scheduler
         s.running = len(scheduler.running)
         s.waiting = scheduler.waiting_count + sum(h.running for h in list(self._inbox))
         s.blocks_free = scheduler.pool.free
@@ -238,6 +243,8 @@ class Engine:
         self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
+        if self._thread is None:
+            self._end_all(reason)
         if self._thread is None or not self._thread.is_alive():
             self.device.close()
         if self.state != "failed":
@@ -351,7 +358,7 @@ class Engine:
         self._stats.prompt_tokens += seq.prompt_len
         if seq.index == 0 and seq.prompt_logprobs is not None:
             event.prompt_logprobs = tuple(seq.prompt_logprobs)
-        if not handle.first_token:
+        if event.tokens and not handle.first_token:
             handle.first_token = time.monotonic()
 
     def _finish(self, seq: Sequence, event: Event) -> None:
@@ -369,13 +376,17 @@ class Engine:
             self._tell(handle)
 
     def _tell(self, handle: RequestHandle) -> None:
+        scheduled = min((seq.scheduled for seq in handle.sequences if seq.scheduled), default=0.0)
         done = FinishedRequest(
             handle.label, handle.reason, handle.prompt_tokens, handle.output_tokens, handle.cached,
-            len(handle.sequences), handle.arrived, min(seq.scheduled for seq in handle.sequences),
+            len(handle.sequences), handle.arrived, scheduled,
             handle.first_token, time.monotonic(),
         )  # fmt: skip
         for observer in self.observers:
-            observer(done)
+            try:
+                observer(done)
+            except Exception:  # a faulty metric is no reason to end everybody's requests
+                _log.exception("an observer of finished requests failed")
 
     def _hand_out(self) -> None:
         outbox = self._outbox
