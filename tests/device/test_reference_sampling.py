@@ -67,8 +67,10 @@ def chi_squared(counts: Array, probabilities: Array) -> float:
 LOGITS = st.lists(st.integers(-12, 12).map(lambda n: n * math.log(2) / 2), min_size=1, max_size=40)
 
 
-@given(LOGITS, st.sampled_from([0.5, 1.0, 2.0]), st.integers(0, 45), st.sampled_from([0.0, 0.3137, 0.6171, 0.9713, 1.0]),
-       st.sampled_from([0.0, 0.01, 0.3]))  # fmt: skip
+TOP_P = st.sampled_from([0.0, 0.3137, 0.6171, 0.9713, 1.0])
+
+
+@given(LOGITS, st.sampled_from([0.5, 1.0, 2.0]), st.integers(0, 45), TOP_P, st.sampled_from([0.0, 0.01, 0.3]))
 def test_the_kept_set_is_that_of_sorted_lists(z: list[float], t: float, k: int, p: float, m: float) -> None:
     want = naive(z, t, k, p, m)
     found = kept_weights(np.array(z), t, k, p, m)
