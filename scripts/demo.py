@@ -21,8 +21,8 @@ from types import FrameType
 
 HOST = "127.0.0.1"
 MODEL = "smollm2-135m"
-QUESTION = "What is the capital of France, and what is it famous for? Answer in two sentences."
-MAX_TOKENS = 80
+QUESTION = "What is the capital of France, and what is it famous for?"
+MAX_TOKENS = 100
 READY_SECONDS = 180.0
 STOP_SECONDS = 20.0
 
