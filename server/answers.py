@@ -196,7 +196,8 @@ class Task:
 class Answers:
     """The engine requests of one HTTP request. Submits on construction; RequestRejected before anything is sent.
 
-    alive: False once the client has hung up. ``close`` must be called, at the end or instead of it.
+    alive: False once the client has hung up. queue_limit: whether the engine may refuse because many wait. ``close``
+    must be called, at the end or instead of it.
     """
 
     def __init__(
@@ -207,11 +208,13 @@ class Answers:
         *,
         alive: Callable[[], bool] = lambda: True,
         metrics: Metrics | None = None,
+        queue_limit: bool = True,
     ) -> None:
         self._engine = engine
         self._gate = gate
         self._alive = alive
         self._metrics = metrics
+        self._queue_limit = queue_limit
         self._waiting = deque(tasks)
         self._live: list[tuple[RequestHandle, Task]] = []
         self._tasks = tuple(tasks)
@@ -261,7 +264,7 @@ class Answers:
         while self._waiting:
             task = self._waiting[0]
             try:
-                handle = self._engine.submit(task.request)
+                handle = self._engine.submit(task.request, queue_limit=self._queue_limit)
             except RequestRejected as error:
                 if error.status == 429 and self._live:
                     return

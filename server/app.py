@@ -18,16 +18,14 @@ from typing import TYPE_CHECKING, Any
 from flask import Flask, Response, g, request
 
 from device.errors import RequestRejected
-from runtime.api import GenerationRequest
-from runtime.chat import encode_chat, encode_prompt
-from runtime.detokenizer import TextStream
+from runtime.chat import encode_prompt
 from runtime.tokenizer import Tokenizer
 from server import errors, protocol
-from server.answers import Answers, Choice, ClientGone, Echo, Task
+from server.answers import Answers, ClientGone
 from server.fields import parse_object
 from server.gate import Gate
-from server.protocol import Conversation
-from server.responses import DONE, KEEP_ALIVE, ChatReply, CompletionReply, Reply, dumps, event
+from server.prepare import Prepared, Preparer, encode_conversation
+from server.responses import DONE, KEEP_ALIVE, dumps, event
 
 if TYPE_CHECKING:
     from runtime.engine import Engine
@@ -99,6 +97,7 @@ class Api:
         self._metrics = metrics
         self._config = config
         self._created = int(time.time())
+        self._prepare = Preparer(engine, config.model, config.fingerprint, allow_extra=config.allow_extra)
         self._key = None if config.api_key is None else config.api_key.encode()
 
     # ------------------------------------------------------------ every request
@@ -172,7 +171,7 @@ class Api:
             body = protocol.parse_tokenize(_body())
             protocol.reject_model(body.model, self._config.model)
             if body.conversation is not None:
-                ids = self._encode_chat(body.conversation)
+                ids = encode_conversation(self._tokenizer, body.conversation)
             else:
                 ids = encode_prompt(self._tokenizer, body.prompt or "", body.add_special_tokens)
             reply: dict[str, Any] = {"count": len(ids), "max_model_len": self._engine.max_model_len, "tokens": ids}
@@ -187,90 +186,37 @@ class Api:
             protocol.reject_model(body.model, self._config.model)
             return _json({"prompt": self._tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
-    def _encode_chat(self, talk: Conversation) -> list[int]:
-        return encode_chat(
-            self._tokenizer,
-            talk.messages,
-            add_generation_prompt=talk.add_generation_prompt,
-            variables=talk.template_kwargs,
-            continue_final_message=talk.continue_final_message,
-        )
-
     # ------------------------------------------------------------ generation
 
     def chat(self) -> Response:
         """``POST /v1/chat/completions``."""
-        with Place(self._gate) as place:
-            body = protocol.parse_chat(_body(), allow_extra=self._config.allow_extra)
-            common = body.common
-            protocol.reject_model(common.model, self._config.model)
-            tasks = [self._task(tuple(self._encode_chat(body.conversation)), common, 0)]
-            try:
-                return self._answer(place, tasks, self._reply(ChatReply, common), common)
-            except RequestRejected as error:
-                if error.param == "prompt":  # the engine's word for it
-                    error.param = "messages"
-                raise
+        return self._generate(self._prepare.chat)
 
     def completions(self) -> Response:
         """``POST /v1/completions``."""
+        return self._generate(self._prepare.completions)
+
+    def _generate(self, prepare: Callable[[dict[str, Any], str], Prepared]) -> Response:
         with Place(self._gate) as place:
-            body = protocol.parse_completion(_body(), allow_extra=self._config.allow_extra)
-            common = body.common
-            protocol.reject_model(common.model, self._config.model)
-            tasks = []
-            for i, given in enumerate(body.prompts):
-                text = given if isinstance(given, str) else None
-                if isinstance(given, str):
-                    ids = tuple(encode_prompt(self._tokenizer, given, body.add_special_tokens))
-                else:
-                    ids = given
-                    self._check_ids(ids)
-                closed = common.params.max_tokens == 0
-                echo = Echo(self._tokenizer, ids, text, closed=closed) if body.echo else None
-                tasks.append(self._task(ids, common, i * common.params.n, echo))
-            return self._answer(place, tasks, self._reply(CompletionReply, common), common)
+            work = prepare(_body(), g.label)
+            try:
+                return self._answer(place, work)
+            except RequestRejected as error:
+                error.param = work.name_of(error.param)
+                raise
 
-    def _reply(self, kind: type[Reply], common: protocol.Common) -> Reply:
-        config = self._config
-        return kind(self._tokenizer, config.model, config.fingerprint, logprobs=common.params.logprobs is not None)
-
-    def _check_ids(self, ids: tuple[int, ...]) -> None:
-        """An echo decodes them before the engine sees them."""
-        top = self._engine.vocab_size
-        bad = next((i for i in ids if not 0 <= i < top), None)
-        if bad is not None:
-            raise RequestRejected(
-                f"prompt has token id {bad}; this model's ids run from 0 to {top - 1}", param="prompt"
-            )
-
-    def _task(self, prompt: tuple[int, ...], common: protocol.Common, first: int, echo: Echo | None = None) -> Task:
-        params = common.params
-        choices = [
-            Choice(
-                first + i,
-                TextStream(self._tokenizer, params.stop, min_tokens=params.min_tokens, prompt=prompt),
-                params.logprobs is not None,
-                echo,
-            )
-            for i in range(params.n)
-        ]
-        return Task(GenerationRequest(prompt, params, g.label, common.cache_salt, common.extra), choices, echo)
-
-    def _answer(self, place: Place, tasks: list[Task], reply: Reply, common: protocol.Common) -> Response:
+    def _answer(self, place: Place, work: Prepared) -> Response:
         label: str = g.label
         gone = request.environ.get("waitress.client_disconnected", lambda: False)
-        answers = Answers(self._engine, self._gate, tasks, alive=lambda: not gone(), metrics=self._metrics)
+        answers = Answers(self._engine, self._gate, work.tasks, alive=lambda: not gone(), metrics=self._metrics)
         place.hold(answers)
-        choices = sum(len(task.choices) for task in tasks)
-        if not common.stream:
+        if not work.common.stream:
             try:
-                pieces = (piece for some in answers.pieces() for piece in some)
-                return _json(reply.body(choices, pieces, answers))
+                return _json(work.body(answers))
             except ClientGone:
                 log.info("request %s: the client hung up", label)
                 return Response(status=CLIENT_CLOSED)
-        response = Response(_stream(answers, reply, choices, common.include_usage, label), mimetype="text/event-stream")
+        response = Response(_stream(answers, work, label), mimetype="text/event-stream")
         response.headers["Cache-Control"] = "no-cache"
         response.headers["X-Accel-Buffering"] = "no"
         # Not the generator's finally: one that was never started does not run it.
@@ -317,11 +263,12 @@ class Place:
             self._leave()
 
 
-def _stream(answers: Answers, reply: Reply, choices: int, include_usage: bool, label: str) -> Iterator[bytes]:
+def _stream(answers: Answers, work: Prepared, label: str) -> Iterator[bytes]:
     """The body of a streamed reply. One write per engine event; an error becomes an event, never a silent end."""
+    reply, include_usage = work.reply, work.common.include_usage
     reply.begin_stream(include_usage)
     sent = time.monotonic()
-    if opening := reply.first(choices):
+    if opening := reply.first(work.choices):
         yield opening
     try:
         for pieces in answers.pieces():

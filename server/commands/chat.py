@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from device.errors import JumarError, RequestRejected
-from server.commands.options import ENGINE, GroupedCommand, load, resolve_settings, say, with_settings
+from server.commands.options import (
+    ENGINE,
+    GroupedCommand,
+    chosen_model,
+    load,
+    resolve_settings,
+    say,
+    teller,
+    with_settings,
+)
 
 if TYPE_CHECKING:
     from runtime.engine import Engine
@@ -33,8 +42,8 @@ def chat(
 
     Answers are streamed. Ctrl-C stops an answer, /reset begins anew, Ctrl-D or /quit leaves.
     """
-    resolved = resolve_settings(options, model or _default_model(options))
-    engine = load(resolved, say if verbose else lambda text: None)
+    resolved = resolve_settings(options, chosen_model(options, model))
+    engine = load(resolved, teller(verbose))
     if engine.tokenizer is None or engine.tokenizer.chat_template is None:
         raise JumarError(f"{engine.model_id} has no chat template; use: jumar generate MODEL --prompt TEXT")
     engine.start()
@@ -58,11 +67,6 @@ def chat(
                     say(f"not possible: {error}")
     finally:
         engine.shutdown()
-
-
-def _default_model(options: dict[str, Any]) -> str | None:
-    """Without an argument the settings decide, and without those the embedded model is served."""
-    return None if resolve_settings(options).values["model"] else "smollm2-135m"
 
 
 def _read() -> str | None:

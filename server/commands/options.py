@@ -96,9 +96,21 @@ def resolve_settings(options: dict[str, Any], model: str | None = None) -> Resol
     return load_config(config_file, given)
 
 
+def chosen_model(options: dict[str, Any], model: str | None) -> str | None:
+    """The model that the argument names; without one the settings decide, and without those the embedded model."""
+    if model is not None:
+        return model
+    return None if resolve_settings(options).values["model"] else "smollm2-135m"
+
+
 def say(text: str) -> None:
     """A notice for the operator: on stderr, so that stdout stays the command's result."""
     click.echo(text, err=True)
+
+
+def teller(verbose: bool) -> Callable[[str], None]:
+    """Where the notices of start-up go in a command whose result is something else."""
+    return say if verbose else lambda text: None
 
 
 def load(resolved: Resolved, notice: Callable[[str], None] = say) -> Engine:
@@ -141,7 +153,20 @@ class Guarded(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
         except JumarError as error:
             if ctx.params.get("debug"):
                 raise
             raise click.ClickException(str(error)) from None
+        except OSError as error:
+            if ctx.params.get("debug"):
+                raise
+            raise click.ClickException(f"{error.filename or 'input/output'}: {error.strerror or error}") from None
+        except Exception as error:
+            if ctx.params.get("debug"):
+                raise
+            text = (
+                f"internal error: {type(error).__name__}: {error} (jumar --debug {ctx.invoked_subcommand} shows more)"
+            )
+            raise click.ClickException(text) from None

@@ -29,8 +29,9 @@ def serve(model: str | None, print_config: bool, **options: Any) -> None:
     jumar serve PATH --profile throughput --print-config
 
     Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /metrics, /version, and
-    without a key /health (503 while starting to end: for load balancers) and /health/live (503 only after a failure:
-    for restarts). Ctrl-C or SIGTERM lets running requests finish (--drain-timeout); a second one ends at once.
+    without a key /health (200 while new requests are taken: for load balancers) and /health/live (200 unless the
+    service has failed: for supervisors). Ctrl-C or SIGTERM lets running requests finish (--drain-timeout); a second one
+    ends at once.
 
     Every setting has the same name here, in jumar.toml and, as JUMAR_NAME, in the environment; later ones win.
     """

@@ -35,8 +35,8 @@ def test_defaults_are_openais() -> None:
 def test_every_sampling_field_arrives() -> None:
     params = chat(
         temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, presence_penalty=-1, frequency_penalty=2,
-        repetition_penalty=1.5, logit_bias={"5": -100, "0": 3}, seed=-7, n=3, logprobs=True, top_logprobs=4, stop=["a", "b"],
-        stop_token_ids=[1, 2], min_tokens=3, ignore_eos=True, max_completion_tokens=9,
+        repetition_penalty=1.5, logit_bias={"5": -100, "0": 3}, seed=-7, n=3, logprobs=True, top_logprobs=4,
+        stop=["a", "b"], stop_token_ids=[1, 2], min_tokens=3, ignore_eos=True, max_completion_tokens=9,
     ).common.params  # fmt: skip
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 7, 0.1)
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (-1.0, 2.0, 1.5)

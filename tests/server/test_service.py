@@ -17,7 +17,7 @@ from device.errors import ConfigError
 from server.config import ServerConfig
 from server.service import open_port
 from tests.support.engines import scripted_engine
-from tests.support.service import HOST, Running, eventually, events, say, script_or
+from tests.support.service import HOST, Running, events, eventually, say, script_or
 
 LONG = "x" * 1000
 SEQS, QUEUE = 8, 24

@@ -1,7 +1,7 @@
 """A service in a process of its own, with the scripted model, run as ``jumar serve`` runs it.
 
-Usage: python -m tests.support.serve_scripted '{"step": 0.01, "server": {...}, "engine": {...}, "fault": "raise" | "hang"}'
-Prints its URL. ``step``: seconds a step takes. ``fault``: what happens in the step of a prompt of 13 tokens.
+Usage: python -m tests.support.serve_scripted '{"step": 0.01, "server": {...}, "engine": {...}, "fault": "hang"}'
+Prints its URL. ``step``: seconds a step takes. ``fault``: "raise" or "hang" in the step of a prompt of 13 tokens.
 """
 
 from __future__ import annotations
