@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from device.config import DeviceConfig
@@ -168,12 +169,13 @@ def make_engine(
     )
 
 
-def load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
-    """The tokenizer beside the weights, or the one the setting names. None for a folder without one: token ids only."""
+def load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer beside the weights, or the one the setting names. LoadError where there is none."""
     from runtime.tokenizer import Tokenizer
 
     if config.tokenizer:
-        return Tokenizer.from_folder(config.tokenizer)
+        path = Path(config.tokenizer)
+        return Tokenizer.from_folder(path.parent if path.name == "tokenizer.json" else path)
     if checkpoint.gguf is not None:
         return Tokenizer.from_gguf(checkpoint.gguf.metadata)
     return Tokenizer.from_folder(checkpoint.path)
@@ -229,7 +231,7 @@ def size_pool(
     else:
         share = min(config.kv_share, device.caps.kv_share_limit)
         free = max(device.memory().free - ledger.workspace, 0)
-        blocks = min(int(free * share) // max(ledger.block_bytes, 1), config.max_num_seqs * needed)
+        blocks = min(int(free * share) // max(ledger.block_bytes, 1) - reserved, config.max_num_seqs * needed)
     if blocks < 1:
         raise ConfigError(
             f"not enough memory for a KV pool: a block takes {ledger.block_bytes / _MIB:.2f} MiB; "
@@ -246,7 +248,15 @@ def size_pool(
         max_len = fits
     ledger.blocks = blocks + reserved
     ledger.max_model_len = max_len
-    return _limits(config, device, max_len, rows)
+    limits = _limits(config, device, max_len, rows)
+    beside = "" if config.chunked_prefill else ", beside the longest prompt"
+    for name, asked, got, why in (
+        ("max_num_batched_tokens", config.max_num_batched_tokens, limits.max_tokens, beside),
+        ("max_logit_rows", config.max_logit_rows, limits.max_rows, ""),
+    ):
+        if got > asked:
+            ledger.notes.append(f"{name} raised from {asked} to {got}: each sequence wants one in a step{why}")
+    return limits
 
 
 def _limits(config: EngineConfig, device: Device, max_len: int, rows: int) -> Limits:
