@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING, TypeAlias
 
 from device.errors import RequestRejected
@@ -68,14 +69,14 @@ def generate(
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)):  # NumPy's integers too
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
 
 def _ids(engine: Engine, prompt: Prompt) -> Sequence[int]:
     if not isinstance(prompt, str):
-        return prompt
+        return [int(token) for token in prompt]
     if engine.tokenizer is None:
         raise RequestRejected("this model has no tokenizer; give token ids", param="prompt")
     from runtime.chat import encode_prompt

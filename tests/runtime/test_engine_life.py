@@ -175,10 +175,11 @@ def test_a_step_that_hangs_is_seen_from_outside(make: Make) -> None:
     handle = engine.submit(request(script=(65,)))
     gate.arrive()
     first = engine.stalled_for()
-    time.sleep(0.05)
-    assert engine.stalled_for() >= first + 0.05
+    time.sleep(0.2)
+    before = engine.stalled_for()
+    assert before >= first + 0.2
     gate.let()
-    assert engine.stalled_for() < 0.05, "every step counts from its own beginning"
+    assert engine.stalled_for() < before, "every step counts from its own beginning"
     gate.open()
     drain(handle)
     assert engine.wait_idle(20) and engine.stalled_for() == 0.0
