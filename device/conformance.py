@@ -215,8 +215,7 @@ def _parts(case: Case) -> Iterable[tuple[str, Case, slice]]:
 
 def claims(device: Device) -> frozenset[str]:
     """Ops that the device says are batch-invariant."""
-    bound = getattr(device, "bound", None)
-    return bound.batch_invariant if bound is not None else frozenset()
+    return device.bound.batch_invariant
 
 
 def run_op(device: Device, op: str, seed: int = 0, cases: int | None = None) -> list[CaseResult]:

@@ -19,7 +19,7 @@ from device.dtypes import numpy_dtype
 from device.errors import ConfigError
 
 if TYPE_CHECKING:
-    from device.binding import OpTable
+    from device.binding import Bound, OpTable
 
 Outputs = Mapping[str, "Tensor"]
 StepFn = Callable[["Inputs", Hashable], Outputs]
@@ -401,6 +401,8 @@ class Device(ABC):
     """The compute dtype: of activations, and of float weights once packed."""
     ops: OpTable
     """The op table for calls outside a program. A step function uses ``inputs.ops``."""
+    bound: Bound
+    """How the table was bound: which implementations a family has, which ops are batch-invariant."""
     report: StartReport
     """What was bound, and every notice since (a weight that a portable version had to take, …)."""
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from device import reference
-from device.binding import Bound, Implementation, OpTable, bind
+from device.binding import Implementation, OpTable, bind
 from device.contract import (
     AttnMeta,
     Caps,
@@ -115,7 +115,7 @@ class CpuDevice(Device):
             kind="cpu",
             name=f"cpu ({platform.machine()})",
             dtypes=("float32", "float64"),
-            kv_dtypes=("float32", "float64", "int8"),
+            kv_dtypes=("float64", "float32", "int8") if dtype == "float64" else ("float32", "float64", "int8"),
             block_sizes=(16, 8, 32, 64, 128),
             any_block_size=True,
             kv_share_limit=0.5,
@@ -128,7 +128,7 @@ class CpuDevice(Device):
         self.threads = threads or usable_cores()[0]
         if self.threads != os.cpu_count():
             _limit_blas(self.threads)
-        self.bound: Bound = bind([portable_implementation(dtype)], fusion=fusion, strict=strict)
+        self.bound = bind([portable_implementation(dtype)], fusion=fusion, strict=strict)
         self.report = self.bound.report
         self._inner = self.bound.table
         self._queue = SerialQueue("jumar-cpu-device")
@@ -150,10 +150,10 @@ class CpuDevice(Device):
     def alloc_kv(self, spec: KVSpec, blocks: int, block_size: int | None = None) -> reference.RefKV:
         if spec.dtype not in self.caps.kv_dtypes:
             raise ConfigError(f"kv_dtype {spec.dtype!r}: {self.caps.name} takes {', '.join(self.caps.kv_dtypes)}")
-        return reference.RefKV(spec, blocks, self.caps.check_block_size(block_size or 0))
+        return reference.RefKV(spec, blocks, self.caps.check_block_size(block_size or 0), self.dtype)
 
     def host_kv(self, spec: KVSpec, blocks: int, block_size: int) -> reference.RefKV:
-        return reference.RefKV(spec, blocks, block_size)
+        return reference.RefKV(spec, blocks, block_size, self.dtype)
 
     def tensor(self, array: NDArray[Any], dtype: str | None = None) -> HostTensor:
         if dtype is None:
