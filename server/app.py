@@ -235,6 +235,8 @@ class Place:
         self._gate: Gate | None = gate
         self._answers: Answers | None = None
         self._kept = False
+        self._label = g.label
+        self._since = time.monotonic()
 
     def hold(self, answers: Answers) -> None:
         """Close these when leaving."""
@@ -250,8 +252,11 @@ class Place:
         if gate is None:
             return
         try:
-            if self._answers is not None:
-                self._answers.close()
+            if (answers := self._answers) is not None:
+                answers.close()
+                spent = time.monotonic() - self._since
+                tokens = answers.prompt_tokens, answers.completion_tokens
+                log.info("request %s: %d prompt and %d output tokens in %.3f s", self._label, *tokens, spent)
         finally:
             gate.leave()
 

@@ -106,7 +106,7 @@ def install(app: Flask) -> None:
 
     def broken(error: Exception) -> Response:
         # The client is told nothing about the inside; the log has the trace.
-        log.error("%s %s failed", request.method, request.path, exc_info=error)
+        log.error("%s %s failed", shorten(request.method), shorten(request.path), exc_info=error)
         text = str(error) if isinstance(error, JumarError) else "internal error; the server's log has the details"
         return reply(RequestRejected(text, code="internal_error", status=500))
 
