@@ -325,7 +325,8 @@ class Engine:
             handle, index = self._aborts.popleft()
             for seq in handle.sequences:
                 if index in (None, seq.index) and seq.status is not Status.FINISHED:
-                    self._finish(seq, Event(seq.index, (), None, "abort"))
+                    # one choice is ended by a caller that has its whole text: that is no request given up
+                    self._finish(seq, Event(seq.index, (), None, "abort"), "abort" if index is None else "stop")
 
     def _account(self, result: Result) -> None:
         """Turn what a step brought for one sequence into an event, and end the sequence when it is over."""
@@ -361,7 +362,8 @@ class Engine:
         if event.tokens and not handle.first_token:
             handle.first_token = time.monotonic()
 
-    def _finish(self, seq: Sequence, event: Event) -> None:
+    def _finish(self, seq: Sequence, event: Event, reason: str | None = None) -> None:
+        """reason: what observers are told, where it is not the event's."""
         handle = seq.owner
         self.scheduler.finish(seq)
         self._outbox.append((handle, event))
@@ -369,7 +371,7 @@ class Engine:
             seq.first_event = False
             self._stats.prompt_tokens += seq.computed
         handle.running -= 1
-        handle.reason = event.finish_reason or ""
+        handle.reason = reason or event.finish_reason or ""
         with self._lock:
             self._live -= 1
         if handle.running == 0 and self.observers:

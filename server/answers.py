@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from server.metrics import Metrics
 
 POLL_SECONDS = 0.25
-"""How often a waiting thread looks whether its client is still there."""
+"""How often a waiting thread looks whether its client is still there, if it is not told (``Answers.abort``)."""
 SEVERAL_POLL_SECONDS = 0.02
 """The same when it waits on several queues in turn: the others' tokens are this late at most."""
 
@@ -240,6 +240,11 @@ class Answers:
             handle.abort()
         if self._metrics is not None:
             self._metrics.fold()
+
+    def abort(self) -> None:
+        """End what runs; the thread that follows it notices by the events. From any thread."""
+        for handle, _ in list(self._live):
+            handle.abort()
 
     def pieces(self) -> Iterator[list[Piece]]:
         """Pieces as they come, the choices interleaved; an empty list when nothing came for a while.

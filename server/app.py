@@ -22,6 +22,7 @@ from runtime.chat import encode_prompt
 from runtime.tokenizer import Tokenizer
 from server import errors, protocol
 from server.answers import Answers, ClientGone
+from server.channel import ON_HANG_UP
 from server.fields import parse_object
 from server.gate import Gate
 from server.prepare import Prepared, Preparer, encode_conversation
@@ -210,6 +211,11 @@ class Api:
         gone = request.environ.get("waitress.client_disconnected", lambda: False)
         answers = Answers(self._engine, self._gate, work.tasks, alive=lambda: not gone(), metrics=self._metrics)
         place.hold(answers)
+        # The engine hears of a hang-up at once, not when this thread next looks: else it would admit what is gone too.
+        on_hang_up = request.environ.get(ON_HANG_UP)
+        if on_hang_up is not None:
+            on_hang_up(answers.abort)
+            place.on_leave = lambda: on_hang_up(None)
         if not work.common.stream:
             try:
                 return _json(work.body(answers))
@@ -235,6 +241,7 @@ class Place:
         self._gate: Gate | None = gate
         self._answers: Answers | None = None
         self._kept = False
+        self.on_leave: Callable[[], None] | None = None
         self._label = g.label
         self._since = time.monotonic()
 
@@ -251,6 +258,8 @@ class Place:
         gate, self._gate = self._gate, None
         if gate is None:
             return
+        if self.on_leave is not None:
+            self.on_leave()
         try:
             if (answers := self._answers) is not None:
                 answers.close()

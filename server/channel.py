@@ -12,13 +12,14 @@ import json
 import logging
 import socket
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from waitress import wasyncore
 from waitress.channel import HTTPChannel
 from waitress.parser import HTTPRequestParser
 from waitress.server import create_server
-from waitress.task import ErrorTask
+from waitress.task import ErrorTask, WSGITask
 
 from server.errors import default_code, error_body
 
@@ -58,13 +59,41 @@ class JsonErrorTask(ErrorTask):
         self.write(body)
 
 
+ON_HANG_UP = "jumar.on_hang_up"
+"""In the WSGI environment: a function that takes what to call, once and soon, when the client hangs up; None for
+nothing any more. It is called in the HTTP loop, so it must be quick, or at once when the client is gone already."""
+
+
+class Task(WSGITask):
+    """A request, which may ask to be told of the client's hanging up."""
+
+    def get_environment(self) -> Any:
+        environ: Any = super().get_environment()
+        channel: Any = self.channel
+        environ[ON_HANG_UP] = channel.on_hang_up
+        return environ
+
+
 class Channel(HTTPChannel):
     """A connection. After a parse error it throws away what arrives and, the reply sent, lingers before it closes."""
 
     parser_class = Parser
+    task_class = Task
     error_task_class = JsonErrorTask
     _refused = False
     _linger_until = 0.0
+    _hang_up: Callable[[], None] | None = None
+
+    def on_hang_up(self, call: Callable[[], None] | None) -> None:
+        """See ``ON_HANG_UP``."""
+        self._hang_up = call
+        if call is not None and not self.connected:
+            call()
+
+    def handle_close(self) -> None:
+        super().handle_close()
+        if (call := self._hang_up) is not None:
+            call()
 
     def received(self, data: bytes) -> bool:
         if self._refused:

@@ -81,6 +81,30 @@ def test_the_engines_own_limit_is_429_too(slow: Running) -> None:
     assert eventually(lambda: idle(slow), 2.0)
 
 
+def test_tokenising_takes_a_place_too(slow: Running) -> None:
+    """Long texts keep threads busy: they may not take those that /health needs."""
+    gate = slow.service.gate
+    for _ in range(gate.capacity):
+        gate.enter()
+    try:
+        assert slow.post("/tokenize", {"prompt": "x"})[0] == 429
+        assert slow.post("/detokenize", {"tokens": [5]})[0] == 429
+        assert slow.call("GET", "/health")[0] == 200
+    finally:
+        for _ in range(gate.capacity):
+            gate.leave()
+    assert slow.post("/tokenize", {"prompt": "x"})[0] == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stop_string_ends_the_work_too(slow: Running, stream: bool) -> None:
+    """The engine would go on to max_tokens for nobody. The other choice goes on to its own end."""
+    body = {"prompt": "p", "max_tokens": 900, "extra": say("one two" + "x" * 900), "stop": "two", "stream": stream}
+    slow.call("POST", "/v1/completions", body)
+    assert eventually(lambda: idle(slow), 1.0)
+    assert slow.engine.stats().generated_tokens < 7 + 30
+
+
 def test_watchdog_ignores_an_idle_engine() -> None:
     with Running(scripted_engine(), watchdog_timeout=0.1) as service:
         time.sleep(0.5)
