@@ -121,6 +121,29 @@ def test_a_slow_reader_does_not_hold_up_the_others(slow: Running) -> None:
     assert eventually(lambda: idle(slow), 2.0)
 
 
+def test_a_reply_that_is_not_sent_yet_is_sent_before_the_end() -> None:
+    """A client that reads slowly gets all of it, although the service was told to end meanwhile."""
+    with Running(scripted_engine()) as service:
+        word = service.engine.tokenizer.encode(" cat", add_special_tokens=False) if service.engine.tokenizer else []
+        body = json.dumps({"tokens": word * 800_000}).encode()
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect((HOST, service.port))
+            head = (
+                f"POST /detokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+            )
+            sock.sendall(f"{head}\r\nConnection: close\r\n\r\n".encode() + body)
+            assert sock.recv(10) == b"HTTP/1.1 2"
+            assert eventually(lambda: service.service.gate.active == 0)
+            service.service.request_stop()
+            time.sleep(0.3)
+            received = b""
+            while chunk := sock.recv(1 << 20):
+                received += chunk
+        assert received.count(b" cat") == 800_000 and received.endswith(b'"}')
+        assert service.wait(10) == 0
+
+
 def test_pipelined_requests_are_answered_in_order(slow: Running) -> None:
     bodies = [json.dumps({"prompt": "p", "extra": say(text)}).encode() for text in ("one", "two")]
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
