@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("jumar.server")
 
 MAX_MESSAGE = 1000
-"""Characters of a message that reach the client; as JSON escapes (6 bytes at most each) it stays under 4 KiB with a cut
-at 600 for text that is not ASCII."""
+"""Characters of a message that reach the client; fewer when they need escapes (up to 12 bytes each in JSON)."""
+_MAX_ESCAPED = 250
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CODES = {
@@ -40,7 +40,8 @@ def error_body(
 ) -> dict[str, Any]:
     """The error object of a reply. ``type`` follows the status: 4xx ``invalid_request_error`` (401, 403 and 429 have
     types of their own), 5xx ``server_error``."""
-    limit = MAX_MESSAGE if message.isascii() else 600
+    message = message[: MAX_MESSAGE + 1]
+    limit = MAX_MESSAGE if len(json.dumps(message)) <= 3 * MAX_MESSAGE else _MAX_ESCAPED
     if len(message) > limit:
         message = message[: limit - 3] + "..."
     kind = kind or _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")

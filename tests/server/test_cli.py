@@ -138,7 +138,7 @@ def test_a_file_is_answered_in_order_and_gone_on_with(tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "seed": 2}
     lines.append(json.dumps({"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": chat}))
     requests.write_text("\n".join(lines) + "\n\n")
-    run = ["generate", *TINY, "--input", str(requests), "--output", str(output)]
+    run = ["generate", *TINY, "--max-num-seqs", "2", "--input", str(requests), "--output", str(output)]
     done = jumar(*run)
     assert done.exit_code == 0, done.output
     assert "19 answered, 0 failed, 0 were answered already" in done.stderr

@@ -137,3 +137,27 @@ def test_tokenize_says_what_generation_uses(service: Running) -> None:
     assert ids == [0, *bare]
     usage = service.post(PATH, {"prompt": "some text", "add_special_tokens": False, "extra": say("x")})[1]["usage"]
     assert usage["prompt_tokens"] == len(bare)
+
+
+def test_both_endpoints_name_the_same_best_tokens(tiny: Running) -> None:
+    """Completions have texts as keys, chat has bytes: a part of a character is written out byte by byte."""
+    messages = [{"role": "user", "content": "hi"}]
+    asked: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    ids = tiny.post("/tokenize", {"messages": messages})[1]["tokens"]
+    chat = tiny.post("/v1/chat/completions", {**asked, "messages": messages, "logprobs": True, "top_logprobs": 20})[1]
+    text = tiny.post(PATH, {**asked, "prompt": ids, "logprobs": 20})[1]["choices"][0]["logprobs"]
+    seen = 0
+    for entry, top in zip(chat["choices"][0]["logprobs"]["content"], text["top_logprobs"], strict=True):
+        others = [t for t in entry["top_logprobs"] if t["bytes"] != entry["bytes"]]
+        wanted = {key(bytes(t["bytes"])) for t in others}
+        assert wanted <= set(top) and len(top) <= 21
+        assert sorted(top.values(), reverse=True)[1] == pytest.approx(entry["top_logprobs"][1]["logprob"])
+        seen += sum(name.startswith("bytes:") for name in top)
+    assert seen, "no part of a character was among them: the case is not tested"
+
+
+def key(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from device.errors import RequestRejected
-from server.errors import body_of
+from server.errors import body_of, error_body
 from server.fields import parse_object
 from server.protocol import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from server.responses import dumps
@@ -161,6 +162,14 @@ def test_tokenize_takes_one_of_prompt_and_messages() -> None:
     for fields in ({}, {"tokens": "a"}, {"tokens": [1.0]}):
         with pytest.raises(RequestRejected):
             parse_detokenize(fields)
+
+
+@pytest.mark.parametrize("char", ["x", "\U0001f30d", "\x00", "\ud800", '"'])
+def test_error_bodies_stay_small(char: str) -> None:
+    for body in (error_body(400, char * 100_000), body_of(RequestRejected(char * 100_000, param="prompt"))):
+        assert len(json.dumps(body)) < 4096
+        assert body["error"]["message"].startswith(char * 200)
+    assert error_body(400, "")["error"]["message"]
 
 
 @pytest.mark.parametrize("body", [b"", b"\xff{}", b"[" * 100_000, b"1" * 10_000, b'"x"', b"null", b"{'a': 1}"])
