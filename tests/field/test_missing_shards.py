@@ -7,15 +7,24 @@ https://github.com/JustVugg/colibri/issues/586.
 
 from __future__ import annotations
 
+import os
 import shutil
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from device.cpu import CpuDevice
 from device.errors import LoadError
 from runtime.loaders.checkpoint import open_checkpoint
+from runtime.models.build import build_model
 from tests.support.checkpoints import TINY_LLAMA, index_of, tiny_tensors, write_folder, write_index
 
+ROOT = Path(__file__).resolve().parents[2]
+TOKENIZER = ROOT / "tests" / "data" / "tiny_tokenizer"
 SHARD = "model-{:05d}-of-00003.safetensors"
 
 
@@ -126,3 +135,82 @@ def test_a_parameter_without_data_is_named(tmp_path: Path) -> None:
     assert checkpoint.missing(tiny_tensors(TINY_LLAMA)) == [lost]
     with pytest.raises(LoadError, match=rf"{lost!r} is missing; incomplete download"):
         checkpoint.weight(lost)
+
+
+@pytest.mark.parametrize("lost", sorted(tiny_tensors(TINY_LLAMA)))
+def test_every_parameter_without_data_stops_the_start(tmp_path: Path, lost: str) -> None:
+    """Uninitialised weights give wrong text that looks plausible."""
+    tensors = tiny_tensors(TINY_LLAMA)
+    del tensors[lost]
+    checkpoint = open_checkpoint(write_folder(tmp_path, TINY_LLAMA, tensors, shards=2), lambda _: None)
+    with pytest.raises(LoadError) as caught:
+        build_model(checkpoint, CpuDevice(), 64)
+    assert lost in str(caught.value) and "incomplete download?" in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------- the command
+
+
+class Started:
+    """``jumar serve FOLDER`` in a process of its own, watched until it ends or listens."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        command = [sys.executable, "-m", "server.cli", "serve", str(folder), "--port", str(port)]
+        command += ["--device", "cpu", "--tokenizer", str(TOKENIZER)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(
+            command, cwd=folder.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.listened = False
+        deadline = time.monotonic() + 60
+        try:
+            while process.poll() is None and not self.listened and time.monotonic() < deadline:
+                self.listened = _listens(port)
+                time.sleep(0.02)
+            if process.poll() is None:
+                process.terminate()
+            self.output, _ = process.communicate(timeout=30)
+        finally:
+            process.kill()
+        self.code = process.returncode
+
+
+def _listens(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def test_serve_ends_before_the_port_opens_and_lists_the_missing_files(folder: Path, port: int) -> None:
+    (folder / SHARD.format(2)).unlink()
+    (folder / SHARD.format(3)).unlink()
+    started = Started(folder, port)
+    assert started.code not in (0, None) and not started.listened
+    assert SHARD.format(2) in started.output and SHARD.format(3) in started.output
+    assert "incomplete download?" in started.output
+    assert "Traceback" not in started.output
+
+
+def test_serve_ends_before_the_port_opens_where_a_parameter_has_no_data(tmp_path: Path, port: int) -> None:
+    tensors = tiny_tensors(TINY_LLAMA | {"vocab_size": 520})
+    lost = "model.layers.1.mlp.down_proj.weight"
+    del tensors[lost]
+    started = Started(write_folder(tmp_path / "tiny", TINY_LLAMA | {"vocab_size": 520}, tensors, shards=2), port)
+    assert started.code not in (0, None) and not started.listened
+    assert lost in started.output and "Traceback" not in started.output
+
+
+def test_serve_listens_where_nothing_is_missing(tmp_path: Path, port: int) -> None:
+    """The check above would see a port that opens."""
+    config = TINY_LLAMA | {"vocab_size": 520}
+    started = Started(write_folder(tmp_path / "tiny", config, tiny_tensors(config), shards=3), port)
+    assert started.listened and started.code == 0, started.output

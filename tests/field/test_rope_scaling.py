@@ -9,14 +9,24 @@ Expected numbers: the formulas of transformers' modeling_rope_utils.py.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from device.cpu import CpuDevice
 from device.errors import JumarError, UnsupportedModel
+from runtime.api import GenerationRequest, SamplingParams
+from runtime.engine import Engine
+from runtime.loaders.checkpoint import open_checkpoint
 from runtime.model_config import ModelConfig
+from runtime.models.build import build_model
 from runtime.rope import RopeConfig, cos_sin, inverse_frequencies
+from tests.support.checkpoints import write_folder
+from tests.support.engines import drain, engine_for
+from tests.support.forward import Forward
+from tests.support.textbook import random_tensors, textbook_logits
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
@@ -144,3 +154,63 @@ def test_an_unknown_type_is_fatal(key: str, place: str) -> None:
     with pytest.raises(UnsupportedModel, match="'foo'") as caught:
         ModelConfig.from_hf(config(64, 1e4, 2048, **{place: {key: "foo", "factor": 2}}))
     assert isinstance(caught.value, JumarError) and "yarn" in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------- dynamic, in a model
+
+DYNAMIC = config(16, 1e4, 32, rope_scaling={"type": "dynamic", "factor": 2.0}) | {"rms_norm_eps": 1e-6}
+PROMPT = np.random.RandomState(1).randint(0, 512, 80).tolist()
+
+
+def dynamic_logits(folder: Path, ids: list[int], longest: int, chunk: int = 0) -> np.ndarray[Any, Any]:
+    device = CpuDevice("float64")
+    model = build_model(open_checkpoint(folder, lambda _: None), device, longest)
+    return Forward(model, device, max_len=128, chunk=chunk).rows(ids)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path, DYNAMIC, random_tensors(DYNAMIC, 1, head=True))
+
+
+@pytest.mark.parametrize("longest", [32, 33, 64, 128])
+def test_dynamic_takes_its_base_from_max_model_len_once(folder: Path, longest: int) -> None:
+    """Also for a prompt that is shorter: a base that follows each length would disagree with keys in the cache."""
+    tensors = random_tensors(DYNAMIC, 1, head=True)
+    for count in (5, 32, min(longest, 80)):
+        expected = textbook_logits(DYNAMIC, tensors, PROMPT[:count], rope_length=longest)
+        np.testing.assert_allclose(dynamic_logits(folder, PROMPT[:count], longest), expected, rtol=1e-9, atol=1e-9)
+    plain = textbook_logits(DYNAMIC | {"rope_scaling": None}, tensors, PROMPT[:32])
+    assert np.allclose(dynamic_logits(folder, PROMPT[:32], longest), plain) is (longest == 32)
+
+
+def test_dynamic_is_the_same_in_chunks(folder: Path) -> None:
+    whole = dynamic_logits(folder, PROMPT, 128)
+    for chunk in (1, 16, 33):
+        np.testing.assert_allclose(dynamic_logits(folder, PROMPT, 128, chunk), whole, rtol=1e-9, atol=1e-9)
+
+
+def test_dynamic_and_the_prefix_cache_agree(folder: Path) -> None:
+    """Keys cached by a short request serve one that grows over the training's context of 32 tokens."""
+
+    def engine(**settings: Any) -> Engine:
+        device = CpuDevice("float64")
+        model = build_model(open_checkpoint(folder, lambda _: None), device, 128)
+        return engine_for(model, device, max_len=128, block_size=8, **settings)
+
+    def run(engine: Engine, prompt: list[int]) -> tuple[list[int], list[float], int]:
+        params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=0)
+        events = drain(engine.submit(GenerationRequest(tuple(prompt), params)))
+        rows = [row for event in events for row in event.logprobs or ()]
+        return [row.token for row in rows], [row.logprob for row in rows], events[0].cached_tokens
+
+    fresh, cached = engine(prefix_cache=False), engine()
+    run(cached, PROMPT[:16])
+    for length, hits in ((20, 16), (60, 16), (78, 56)):
+        tokens, logprobs, _ = run(fresh, PROMPT[:length])
+        again, again_logprobs, found = run(cached, PROMPT[:length])
+        assert found == hits and len(tokens) == 30
+        assert again == tokens
+        np.testing.assert_allclose(again_logprobs, logprobs, rtol=0, atol=1e-9)
+    fresh.shutdown()
+    cached.shutdown()

@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from device.cpu import CpuDevice
 from device.errors import LoadError
 from runtime.loaders.checkpoint import EMBEDDING, HEAD, Checkpoint, open_checkpoint
+from runtime.models.build import build_model
 from tests.support.checkpoints import (
     GGUF_LLAMA,
     TINY_GEMMA,
@@ -27,6 +29,8 @@ from tests.support.checkpoints import (
     write_folder,
     write_gguf,
 )
+from tests.support.forward import Forward
+from tests.support.textbook import random_tensors, textbook_logits
 
 
 class Opened:
@@ -131,3 +135,45 @@ def test_a_gguf_file_is_tied_when_it_has_no_output_tensor(tmp_path: Path, head: 
     assert checkpoint.config.tied is not head and checkpoint.head() == (HEAD if head else EMBEDDING)
     expected = tensors[HEAD if head else EMBEDDING]
     assert np.array_equal(checkpoint.weight(checkpoint.head()).q, expected) and not notices
+
+
+# ---------------------------------------------------------------------------------------------- the model
+
+IDS = [7, 3, 60, 12, 12, 5, 33, 1]
+TEXTBOOK = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "rope_local_base_freq": 1e4, "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 8}  # fmt: skip
+
+
+def text_config(nested: bool, tied: bool) -> dict[str, Any]:
+    """The configuration of the text model alone, with everything spelt out that the textbook wants."""
+    return TEXTBOOK | (TINY_GEMMA if nested else TINY_LLAMA) | {"tie_word_embeddings": tied}
+
+
+def our_logits(folder: Path, text: dict[str, Any], nested: bool, tensors: dict[str, Any]) -> np.ndarray[Any, Any]:
+    config, stored = text, tensors
+    if nested:
+        config = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+        stored = {n.replace("model.", "model.language_model.", 1): t for n, t in tensors.items()}
+    checkpoint = open_checkpoint(write_folder(folder, config, stored), lambda _: None)
+    device = CpuDevice("float32")
+    return Forward(build_model(checkpoint, device, 128), device).rows(IDS)
+
+
+@nesting
+@pytest.mark.parametrize(
+    ("tied", "head"), [(True, "none"), (True, "equal"), (True, "other"), (False, "other"), (False, "equal")]
+)
+def test_logits_match_a_reference(tmp_path: Path, nested: bool, tied: bool, head: str) -> None:
+    text = text_config(nested, tied)
+    tensors = random_tensors(text, 8, head=head == "other")
+    if head == "equal":
+        tensors[HEAD] = tensors[EMBEDDING].copy()
+    expected = textbook_logits(text, tensors, IDS)
+    assert np.abs(our_logits(tmp_path, text, nested, tensors) - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+@nesting
+def test_no_model_is_built_without_its_head(tmp_path: Path, nested: bool) -> None:
+    text = text_config(nested, tied=False)
+    with pytest.raises(LoadError, match=r"lm_head\.weight"):
+        our_logits(tmp_path, text, nested, random_tensors(text, 8, head=False))
