@@ -57,9 +57,8 @@ def _begun_character(raw: bytes) -> bytes:
     """The last one to three bytes if they are the valid beginning of an unfinished character, otherwise b""."""
     for length in range(min(3, len(raw)), 0, -1):
         end = raw[-length:]
-        if end[0] >= 0xC2:
-            if codecs.getincrementaldecoder("utf-8")("replace").decode(end) == "":
-                return end
+        if end[0] >= 0xC2 and codecs.getincrementaldecoder("utf-8")("replace").decode(end) == "":
+            return end
     return b""
 
 

@@ -76,7 +76,6 @@ class Plan:
         self.tokens += count
         self.logit_rows += rows
 
-
     def add_one(self, seq: Sequence, start: int) -> None:
         """``add`` for one token that is sampled from."""
         self.seqs.append(seq)

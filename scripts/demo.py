@@ -78,7 +78,7 @@ def _die_with_parent() -> None:
 
 def start(jumar: str, port: int) -> subprocess.Popen[bytes]:
     """The server as a child in a session of its own, so that Ctrl-C reaches it through us, once."""
-    command = [jumar, "serve", MODEL, "--host", HOST, "--port", str(port)]
+    command = [jumar, "serve", MODEL, "--host", HOST, "--port", str(port), "--log-level", "warning"]
     print(f"jumar: starting: jumar {' '.join(command[1:])}", flush=True)
     preexec = _die_with_parent if sys.platform == "linux" else None
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=preexec)

@@ -162,9 +162,10 @@ class HttpServer:
         self._server.task_dispatcher.shutdown(timeout=1)
         wasyncore.close_all(self._map)
 
-    def unsent(self) -> int:
-        """Bytes of replies that are not handed to the kernel yet."""
-        return sum(channel.total_outbufs_len for channel in list(self._server.active_channels.values()))
+    def busy(self) -> bool:
+        """Whether a worker still writes a reply, or bytes of one are not handed to the kernel yet."""
+        channels = list(self._server.active_channels.values())
+        return any(channel.requests or channel.total_outbufs_len for channel in channels)
 
     def stop(self) -> None:
         """Make ``run`` return."""

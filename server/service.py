@@ -204,9 +204,9 @@ class Service:
         return 0
 
     def _stop_http(self) -> None:
-        """Send what is written but not sent yet, then close every connection."""
+        """Send what is not written or not sent yet, then close every connection."""
         until = time.monotonic() + _FLUSH_SECONDS
-        while self._http.unsent() and time.monotonic() < until:
+        while self._http.busy() and time.monotonic() < until:
             time.sleep(0.01)
         self._http.stop()
         self._thread.join(_FLUSH_SECONDS)

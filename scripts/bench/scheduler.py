@@ -1,4 +1,4 @@
-"""Engine overhead per step without the model: scheduling, blocks and hashes, step inputs, uniforms, stop checks, hand-over.
+"""Engine overhead per step without the model: schedule, blocks, hashes, inputs, uniforms, stop checks, hand-over.
 
 The engine runs unchanged over a device whose programs compute nothing: ``launch`` returns ids made beforehand. Half of
 the requests are greedy, half are sampled with a seed. Printed per number of sequences: the median step, the limit
@@ -118,7 +118,9 @@ def main() -> int:
     args = parser.parse_args()
     device = _NoDevice("float32")
     rows: list[dict[str, Any]] = []
-    print(f"{'sequences':>9} {'median us':>10} {'limit us':>9} {'share':>6} {'p90 us':>8} {'+10k queued us':>15} {'more':>7}")
+    print(
+        f"{'sequences':>9} {'median us':>10} {'limit us':>9} {'share':>6} {'p90 us':>8} {'+10k queued':>11} {'more':>7}"
+    )
     for n in SIZES:
         plain, queued = measure([make(n, device, 0), make(n, device, QUEUED)], args.rounds, args.steps)
         median, with_queue = statistics.median(plain), statistics.median(queued)
@@ -126,7 +128,8 @@ def main() -> int:
         more = with_queue - median
         allowed = max(0.1 * median, 3.0)
         p90 = statistics.quantiles(plain, n=10)[8]
-        print(f"{n:9d} {median:10.1f} {limit:9d} {median / limit:6.2f} {p90:8.1f} {with_queue:15.1f} {more / median:+6.1%}")
+        share, added = median / limit, more / median
+        print(f"{n:9d} {median:10.1f} {limit:9d} {share:6.2f} {p90:8.1f} {with_queue:11.1f} {added:+6.1%}")
         rows.append(
             {"metric": f"step_overhead:{n}", "ours": median, "unit": "us", "peer": "limit", "theirs": limit,
              "ratio": limit / median, "limit": limit, "spread": p90 - median, "cpu": platform.processor()}

@@ -234,6 +234,23 @@ def test_observers_hear_of_every_request_once(make: Make) -> None:
         assert before <= done.arrived <= done.scheduled <= done.first_token <= done.finished <= time.monotonic()
 
 
+def test_a_choice_that_its_caller_ended_is_no_request_given_up(make: Make) -> None:
+    """A stop string in the text of the last choice: the request stopped. Only an abort of all of it is one."""
+    gate = Gate()
+    engine = make(gate=gate)
+    told: dict[str, str] = {}
+    engine.observers.append(lambda done: told.update({done.label: done.reason}))
+    complete, dropped = (engine.submit(request(script=(65,) * 50, n=2, label=name)) for name in ("complete", "dropped"))
+    gate.arrive()
+    gate.let(2)
+    for index in range(2):
+        complete.abort_choice(index)
+    dropped.abort()
+    gate.open()
+    drain(complete), drain(dropped)
+    assert engine.wait_idle(20) and told == {"complete": "stop", "dropped": "abort"}
+
+
 def test_a_request_that_never_ran_says_so(make: Make) -> None:
     gate = Gate()
     engine = make(gate=gate, max_num_seqs=1)

@@ -53,9 +53,7 @@ def engine_for(
 def tiny_engine(name: str = "tiny", *, dtype: str = "float64", max_len: int = 256, **settings: Any) -> Engine:
     """A started engine with a tiny model and its tokenizer on the CPU."""
     device = CpuDevice(dtype)
-    return engine_for(
-        load_tiny(device, name, max_len), device, max_len=max_len, tokenizer=tiny_tokenizer(), **settings
-    )
+    return engine_for(load_tiny(device, name, max_len), device, max_len=max_len, tokenizer=tiny_tokenizer(), **settings)
 
 
 def scripted_engine(
@@ -94,7 +92,7 @@ def run_alone(engine: Engine, prompt: Sequence[int], **params: Any) -> list[int]
 class KVOracle:
     """Remembers for every slot which prefix its KV was computed for, and checks every step that reads it.
 
-    Attach it before the first step. It also checks that slots written in a step are pairwise different and lie in
+    Attach it before the first request. It also checks that slots written in a step are pairwise different and lie in
     blocks that nobody else holds.
     """
 
@@ -103,6 +101,14 @@ class KVOracle:
         self._written: dict[int, int] = {}
         self._fill = engine._inputs.fill
         engine._inputs.fill = self.fill  # type: ignore[method-assign]
+        self._salts: dict[Seq, str] = {}
+        make_sequences = engine._make_sequences
+
+        def remembering(handle: RequestHandle, request: GenerationRequest) -> None:
+            make_sequences(handle, request)
+            self._salts.update(dict.fromkeys(handle.sequences, request.cache_salt))
+
+        engine._make_sequences = remembering  # type: ignore[method-assign]
         self.reads = 0
 
     def fill(self, plan: Plan, buffer: HostBuffer) -> StepKey:
@@ -114,7 +120,7 @@ class KVOracle:
         new: set[int] = set()
         todo: list[tuple[int, int]] = []
         for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
-            prefix = hash(seq.root)
+            prefix = hash(self._salts[seq])  # what the request said, not what became of it
             tokens = (seq.tokens + seq.drafts)[: start + count]
             for position, token in enumerate(tokens):
                 prefix = hash((prefix, token))
