@@ -171,16 +171,24 @@ def _ascend_software(machine: Machine, probe: Probe, config: DeviceConfig) -> tu
     missing = [name for name in needs if machine.version(name) is None]
     if missing:
         extra = "mindspore" if config.framework == "mindspore" else "ascend"
-        return f"{' and '.join(missing)} not installed", f"pip install 'jumar[{extra}]'"
+        return (
+            f"{' and '.join(missing)} not installed",
+            f"pip install -e '.[{extra}]' (in Jumar's folder and environment)",
+        )
     return "", ""
+
+
+def _install(extra: str) -> str:
+    # not by the distribution's name: what an index has under it need not be this project
+    return f"pip install -e '.[{extra}]' (in Jumar's folder and environment)"
 
 
 def _cuda_software(machine: Machine, probe: Probe, config: DeviceConfig) -> tuple[str, str]:
     missing = [name for name in ("torch", "triton") if machine.version(name) is None]
     if missing:
-        return f"{' and '.join(missing)} not installed", "pip install 'jumar[cuda]'"
+        return f"{' and '.join(missing)} not installed", _install("cuda")
     if (machine.version("torch") or "").endswith("+cpu"):
-        return "the installed torch is the build without CUDA", "pip install 'jumar[cuda]' in an environment of its own"
+        return "the installed torch is the build without CUDA", "pip install -e '.[cuda]' in an environment of its own"
     return "", ""
 
 

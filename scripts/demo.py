@@ -166,7 +166,8 @@ def farewell(port: int) -> None:
     """How to go on."""
     proxied = any(os.environ.get(name) for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"))
     curl = f"curl {'--noproxy 127.0.0.1 ' if proxied else ''}http://{HOST}:{port}/v1/chat/completions"
-    message = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]})
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 100, "temperature": 0}
+    message = json.dumps(body)
     print(
         f"\njumar: serving on http://{HOST}:{port}/v1 until Ctrl-C. From another terminal:\n"
         f"  {curl} -H 'Content-Type: application/json' -d '{message}'",

@@ -198,7 +198,7 @@ def test_npus_in_a_container_without_npu_smi(tmp_path: Path) -> None:
 
 def test_what_software_ascend_needs(tmp_path: Path) -> None:
     m = a2_server(tmp_path, packages={"torch-npu": ""})
-    assert "torch-npu not installed. What to do: pip install 'jumar[ascend]'" in refusal(m, "ascend")
+    assert "torch-npu not installed. What to do: pip install -e '.[ascend]'" in refusal(m, "ascend")
     assert "mindspore not installed" in refusal(m, "ascend", framework="mindspore")
     assert chosen(a2_server(tmp_path, packages={"mindspore": "2.10.0"}), "ascend", framework="mindspore") == "ascend:0"
     (tmp_path / "usr/local/Ascend/cann/aarch64-linux/ascend_toolkit_install.info").unlink()

@@ -184,9 +184,9 @@ def test_interrupted_half_way(
     else:
         process.send_signal(signal.SIGTERM if how == "kill" else signal.SIGKILL)
     if how == "kill -9":
-        process.wait(timeout=10)
+        process.wait(timeout=60)
         os.kill(pip, signal.SIGKILL)  # Nothing can see to its child then; the next run must still recover.
-    output, _ = process.communicate(timeout=10)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == code
     if how != "kill -9":
         assert "interrupted; run it again" in output
