@@ -52,6 +52,19 @@ class DeviceConfig:
         minimum=0,
         maximum=4096,
     )
+    kernels: Literal["numpy", "native"] = setting(
+        "numpy",
+        "Kernels of the CPU. native: C++, built at their first use (a minute, with g++ or clang++), several times"
+        " faster; new: run on x86-64 (baseline, AVX2, AVX-512), never yet on aarch64. numpy: the portable ones, which"
+        " need no compiler.",
+        group=_GROUP,
+    )
+    activations: Literal["auto", "float"] = setting(
+        "auto",
+        "What the native CPU kernels multiply quantised weights with. auto: activations rounded to int8 by row and"
+        " group of 32, the fastest. float: float32 activations, equal to the portable kernels but for rounding.",
+        group=_GROUP,
+    )
     strict: bool = setting(
         False,
         "Refuse to start when any op would run in its portable version instead of the device's own kernel.",

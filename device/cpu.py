@@ -1,4 +1,4 @@
-"""The CPU as a device: the embedded default. Until native kernels are bound, every op is the portable NumPy one."""
+"""The CPU as a device: the embedded default, on the portable NumPy ops or on the native kernels (``cpu_kernels``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from device import reference
 from device.binding import Implementation, OpTable, bind
 from device.contract import (
-    AttnMeta,
     Caps,
     Device,
     HostBuffer,
@@ -25,99 +24,61 @@ from device.contract import (
     Program,
     StepFn,
 )
-from device.dtypes import decode, itemsize, numpy_dtype
+from device.dtypes import decode, numpy_dtype
 from device.errors import ConfigError
+from device.host_tensor import HostTensor, wrapped
 from device.memory import host_memory, usable_cores
-from device.ops import OPS, SampleParams
+from device.ops import OPS
 from device.serial import Job, SerialQueue
 
 PORTABLE = "numpy"
 
 
-class HostTensor:
-    """A NumPy array that shows only what the contract allows."""
-
-    __slots__ = ("array",)
-
-    def __init__(self, array: NDArray[Any]) -> None:
-        self.array = array
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    @property
-    def dtype(self) -> str:
-        return self.array.dtype.name
-
-    def reshape(self, *shape: int) -> HostTensor:
-        return HostTensor(self.array.reshape(shape))
-
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> HostTensor:
-        return HostTensor(self.array[index])
-
-
-def _raw(x: Any) -> Any:
-    """The arrays inside an operand of an op."""
-    kind = type(x)
-    if kind is HostTensor:
-        return x.array
-    if kind is AttnMeta:
-        return _RawMeta(x)
-    if kind is SampleParams:
-        return SampleParams(*map(_raw, x))
-    return x
-
-
-class _RawMeta:
-    """AttnMeta with arrays in place of tensors."""
-
-    __slots__ = ("block_table", "is_tree", "kv_lens", "q_lens", "q_start", "seq_lens", "slots", "tree")
-
-    def __init__(self, meta: AttnMeta) -> None:
-        self.q_start = _raw(meta.q_start)
-        self.seq_lens = _raw(meta.seq_lens)
-        self.block_table = _raw(meta.block_table)
-        self.slots = _raw(meta.slots)
-        self.tree = _raw(meta.tree)
-        self.is_tree = _raw(meta.is_tree)
-        self.q_lens = meta.q_lens
-        self.kv_lens = meta.kv_lens
-
-
-def _wrapped(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """An op over arrays as an op over tensors."""
-
-    def op(*args: Any, **kwargs: Any) -> Any:
-        result = fn(*[_raw(a) for a in args], **{k: _raw(v) for k, v in kwargs.items()})
-        if type(result) is tuple:
-            return tuple(HostTensor(r) for r in result)
-        return HostTensor(result) if isinstance(result, np.ndarray) else result
-
-    return op
-
-
 def portable_implementation(dtype: str) -> Implementation:
     """The NumPy versions of all plain ops over ``HostTensor``, computing in ``dtype`` (float32 or float64)."""
-    functions = {name: _wrapped(fn) for name, fn in reference.reference_table(dtype).items()}
+    functions = {name: wrapped(fn) for name, fn in reference.reference_table(dtype).items()}
     # rows of one matrix product take different BLAS paths as their number changes; all else works row by row
     varying = {"linear", "paged_attention"}
     invariant = frozenset(OPS) - varying
-    return Implementation(PORTABLE, functions, portable=True, batch_invariant=invariant)
+    pack = functions["pack_weight"]
+
+    def pack_weight(*args: Any, **kwargs: Any) -> Any:
+        packed = pack(*args, **kwargs)
+        packed.impl = made
+        return packed
+
+    functions["pack_weight"] = pack_weight
+    made = Implementation(PORTABLE, functions, portable=True, batch_invariant=invariant)
+    return made
 
 
 class CpuDevice(Device):
     """Any CPU. dtype: float32, or float64 for tests that must not depend on rounding. threads: 0 for as many as the
-    affinity mask and the container's CPU quota allow."""
+    affinity mask and the container's CPU quota allow. kernels: ``numpy`` or ``native``; the latter computes in float32
+    and replays each step as one native call. activations: ``auto`` or ``float``, of the native kernels: whether the
+    input of quantised weights is quantised too."""
 
-    def __init__(self, dtype: str = "float32", *, fusion: bool = True, strict: bool = False, threads: int = 0) -> None:
+    def __init__(
+        self,
+        dtype: str = "float32",
+        *,
+        fusion: bool = True,
+        strict: bool = False,
+        threads: int = 0,
+        kernels: str = "numpy",
+        activations: str = "auto",
+    ) -> None:
+        self.threads = threads or usable_cores()[0]
+        self._executor = _executor(kernels, dtype, self.threads)
         self.caps = Caps(
             kind="cpu",
             name=f"cpu ({platform.machine()})",
             dtypes=("float32", "float64"),
-            kv_dtypes=("float64", "float32", "int8") if dtype == "float64" else ("float32", "float64", "int8"),
-            block_sizes=(16, 8, 32, 64, 128),
-            any_block_size=True,
+            kv_dtypes=_kv_dtypes(dtype, native=self._executor is not None),
+            capture="none" if self._executor is None else "recorded",
+            # the native attention sums over tiles of 16 positions: whole ones, or the block size would show in the bits
+            block_sizes=(16, 32, 64, 128) if self._executor is not None else (16, 8, 32, 64, 128),
+            any_block_size=self._executor is None,
             kv_share_limit=0.5,
         )
         if dtype not in self.caps.dtypes:
@@ -125,10 +86,17 @@ class CpuDevice(Device):
                 f"dtype {dtype!r} is not possible on {self.caps.name}; it computes in {' or '.join(self.caps.dtypes)}"
             )
         self.dtype = dtype
-        self.threads = threads or usable_cores()[0]
         if self.threads != os.cpu_count():
             _limit_blas(self.threads)
-        self.bound = bind([portable_implementation(dtype)], fusion=fusion, strict=strict)
+        self._fusion = fusion
+        implementations = [portable_implementation(dtype)]
+        self._native: Implementation | None = None
+        if self._executor is not None:
+            from device.cpu_native import native_implementation
+
+            self._native = native_implementation(self._executor, activations)
+            implementations.insert(0, self._native)
+        self.bound = bind(implementations, fusion=fusion, strict=strict)
         self.report = self.bound.report
         self._inner = self.bound.table
         self._queue = SerialQueue("jumar-cpu-device")
@@ -144,16 +112,29 @@ class CpuDevice(Device):
         return host_memory()
 
     def kv_block_bytes(self, spec: KVSpec, block_size: int) -> int:
-        scales = sum(2 * layer.heads * 4 for layer in spec.layers) if spec.dtype == "int8" else 0
-        return block_size * (spec.elements_per_token * itemsize(spec.dtype) + scales)
+        if self._native is not None:
+            from cpu_kernels import cache
 
-    def alloc_kv(self, spec: KVSpec, blocks: int, block_size: int | None = None) -> reference.RefKV:
+            if cache.takes(spec):
+                return cache.block_bytes(spec, block_size)
+        return reference.RefKV.block_bytes(spec, block_size)
+
+    def alloc_kv(self, spec: KVSpec, blocks: int, block_size: int | None = None) -> Any:
         if spec.dtype not in self.caps.kv_dtypes:
             raise ConfigError(f"kv_dtype {spec.dtype!r}: {self.caps.name} takes {', '.join(self.caps.kv_dtypes)}")
-        return reference.RefKV(spec, blocks, self.caps.check_block_size(block_size or 0), self.dtype)
+        return self.host_kv(spec, blocks, self.caps.check_block_size(block_size or 0))
 
-    def host_kv(self, spec: KVSpec, blocks: int, block_size: int) -> reference.RefKV:
-        return reference.RefKV(spec, blocks, block_size, self.dtype)
+    def host_kv(self, spec: KVSpec, blocks: int, block_size: int) -> Any:
+        if self._native is not None:
+            from cpu_kernels import cache
+
+            if cache.takes(spec):
+                return cache.NativeKV(self._native, spec, blocks, block_size)
+        kv = reference.RefKV(spec, blocks, block_size, self.dtype)
+        parts: list[Any] = [kv, *kv.layers]
+        for part in parts:
+            part.impl = self.bound.families["cache"][-1]
+        return kv
 
     def tensor(self, array: NDArray[Any], dtype: str | None = None) -> HostTensor:
         if dtype is None:
@@ -166,10 +147,38 @@ class CpuDevice(Device):
         return np.array(self._queue.run(lambda: t.array))
 
     def program(self, fn: StepFn, layout: Layout) -> Program:
-        return _CpuProgram(fn, layout, self._inner, self._queue)
+        recorded = None
+        if self._executor is not None:
+            from device.cpu_program import Recorded
+
+            recorded = Recorded(fn, layout, self._executor, fusion=self._fusion)
+        return _CpuProgram(fn, layout, self._inner, self._queue, recorded, self.report.notices)
 
     def close(self) -> None:
         self._queue.close()
+
+
+def _executor(kernels: str, dtype: str, threads: int) -> Any:
+    """The executor of the native kernels, or None. ConfigError where they were asked for and cannot be had."""
+    if kernels == "numpy":
+        return None
+    if dtype != "float32":
+        raise ConfigError(f"kernels = 'native' computes in float32, not {dtype}")
+    from cpu_kernels.library import NativeUnavailable
+    from cpu_kernels.native import Executor
+
+    try:
+        return Executor(threads)
+    except NativeUnavailable as error:
+        raise ConfigError(f"kernels = 'native': {error}") from None
+
+
+def _kv_dtypes(dtype: str, *, native: bool) -> tuple[str, ...]:
+    if native:
+        from device.cpu_native import KV_DTYPES
+
+        return KV_DTYPES
+    return ("float64", "float32", "int8") if dtype == "float64" else ("float32", "float64", "int8")
 
 
 def _limit_blas(threads: int) -> None:
@@ -193,8 +202,18 @@ class _CpuPending(Pending):
 class _CpuProgram(Program):
     """Runs the step function call by call on the device's thread, on tensors of the actual counts: no padding."""
 
-    def __init__(self, fn: StepFn, layout: Layout, table: OpTable, queue: SerialQueue) -> None:
+    def __init__(
+        self,
+        fn: StepFn,
+        layout: Layout,
+        table: OpTable,
+        queue: SerialQueue,
+        recorded: Any = None,
+        notices: list[str] | None = None,
+    ) -> None:
         self.layout = layout
+        self._recorded = recorded
+        self._notices = notices
         self._fn = fn
         self._table = table
         self._queue = queue
@@ -206,6 +225,16 @@ class _CpuProgram(Program):
         return _CpuPending(self._queue.submit(lambda: self._run(buffer, key)))
 
     def _run(self, buffer: HostBuffer, key: Hashable) -> dict[str, NDArray[Any]]:
+        if self._recorded is not None:
+            from cpu_kernels.operands import NotNative
+
+            try:
+                found: dict[str, NDArray[Any]] = self._recorded.run(buffer, key)
+                return found
+            except NotNative as error:
+                self._recorded = None
+                if self._notices is not None:
+                    self._notices.append(f"steps run op by op, not as one native call: {error} is not native")
         counts = dict(zip(self.layout.counts, buffer.counts.tolist(), strict=True))
         tensors: dict[str, Any] = {"counts": HostTensor(buffer.counts)}
         for spec in self.layout.inputs:

@@ -14,5 +14,12 @@ def open_device(selection: Selection, config: DeviceConfig) -> Device:
         from device.cpu import CpuDevice
 
         dtype = "float32" if config.dtype == "auto" else config.dtype
-        return CpuDevice(dtype, fusion=config.fusion, strict=config.strict, threads=config.threads)
+        return CpuDevice(
+            dtype,
+            fusion=config.fusion,
+            strict=config.strict,
+            threads=config.threads,
+            kernels=config.kernels,
+            activations=config.activations,
+        )
     raise DeviceError(f"{selection.name}: this build of Jumar has no {selection.kind} device")

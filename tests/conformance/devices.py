@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from cpu_kernels.build import find_compiler
 from device.contract import Device
 from device.cpu import CpuDevice
 from tests.conformance.rounding import RoundingDevice
@@ -18,6 +19,8 @@ DEVICES: dict[str, Callable[[], Device]] = {
     "toy-float32": lambda: make_toy_device("float32", jitter=1e-4),
     "toy-float64-composed": lambda: make_toy_device("float64", fusion=False),
 }
+if find_compiler() is not None:
+    DEVICES["cpu-native"] = lambda: CpuDevice("float32", kernels="native", activations="float")
 
 REFUSES: dict[str, tuple[str, ...]] = {}
 """Parts of the names of cases that a device may refuse (weights, caches), by the device's name here."""

@@ -1,0 +1,37 @@
+"""Building the native library: what it says without a compiler, and that it builds only what changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cpu_kernels import build as native_build
+
+
+def test_without_a_compiler_there_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
+    built = native_build.build(out=tmp_path / "x.so")
+    assert built.path is None
+    assert "no C++ compiler" in built.reason and "no-such-compiler" in built.reason
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "install one" in native_build.build(out=tmp_path / "x.so").reason
+
+
+def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "broken-cxx"
+    script.write_text("#!/bin/sh\n[ \"$1\" = --version ] && { echo 1.0; exit 0; }\necho 'error: tired' >&2\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setattr(native_build, "_work_folder", lambda: tmp_path)
+    built = native_build.build(out=tmp_path / "x.so")
+    assert built.path is None and "error: tired" in built.reason
+
+
+@pytest.mark.skipif(native_build.find_compiler() is None, reason="no C++ compiler")
+def test_nothing_is_built_twice() -> None:
+    first = native_build.build()
+    assert first.path is not None, first.reason
+    again = native_build.build()
+    assert again.reason == "up to date" and again.compiled == 0 and again.path == first.path
