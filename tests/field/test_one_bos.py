@@ -10,11 +10,16 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from runtime.api import GenerationRequest
 from runtime.chat import encode_chat, encode_prompt, render_chat
+from runtime.engine import RequestHandle
 from runtime.tokenizer import Tokenizer
+from tests.support.engines import scripted_engine
+from tests.support.service import Running
 from tests.support.tokenizers import TINY, sentencepiece
 
 BOS = 0
@@ -64,3 +69,25 @@ def test_the_same_for_sentencepiece() -> None:
     ids = encode_prompt(prefix, "Hi there")
     assert ids[0] == prefix.bos_id and ids.count(ids[0]) == 1
     assert encode_prompt(prefix, "<s>Hi there") == ids
+
+
+def test_over_http(tokenizer: Tokenizer) -> None:
+    """The ids that /tokenize shows are those that are generated from, and usage counts them."""
+    engine = scripted_engine(tokenizer=tokenizer)
+    submitted: list[tuple[int, ...]] = []
+    submit = engine.submit
+
+    def remembering(request: GenerationRequest, **how: Any) -> RequestHandle:
+        submitted.append(request.prompt)
+        return submit(request, **how)
+
+    engine.submit = remembering  # type: ignore[method-assign]
+    with Running(engine) as service:
+        asked = {"extra": {"script": [5]}, "max_tokens": 1}
+        for path, body in (("/v1/chat/completions", {"messages": MESSAGES}), ("/v1/completions", {"prompt": "Hi"})):
+            shown = service.post("/tokenize", body)[1]["tokens"]
+            status, answer = service.post(path, {**body, **asked})
+            assert status == 200
+            assert shown.count(BOS) == 1 and shown[0] == BOS
+            assert list(submitted[-1]) == shown
+            assert answer["usage"]["prompt_tokens"] == len(shown)

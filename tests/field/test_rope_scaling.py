@@ -86,7 +86,8 @@ def test_llama3() -> None:
 
 
 def test_yarn() -> None:
-    rope = only_rope(config(128, 1e6, 32768, rope_scaling=YARN))
+    # longer than the original length: what is read from the wrong key shows
+    rope = only_rope(config(128, 1e6, 131072, rope_scaling=YARN))
     check(rope, {23: 6.978306e-3, 24: 5.375321e-3, 31: 8.029597e-4, 40: 4.445699e-5})
     plain = inverse_frequencies(RopeConfig("none", 1e6, 128))
     assert inverse_frequencies(rope)[23] == pytest.approx(plain[23], rel=1e-12)

@@ -62,11 +62,12 @@ def scripted_engine(
     on_step: Callable[[Plan], None] | None = None,
     max_len: int = 256,
     device: Device | None = None,
+    tokenizer: Tokenizer | None = None,
     **settings: Any,
 ) -> Engine:
-    """A started engine that says what ``script`` tells, with the tiny tokenizer; its end is ``</s>``."""
+    """A started engine that says what ``script`` tells, with the tiny tokenizer or another; its end is ``</s>``."""
     device = device or CpuDevice("float32")
-    tokenizer = tiny_tokenizer()
+    tokenizer = tokenizer or tiny_tokenizer()
     end = tokenizer.token_id("</s>")
     assert end is not None
     model = ScriptedModel(device, 520, end, script, on_step)
