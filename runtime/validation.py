@@ -84,7 +84,8 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
 
 def _range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
     above = value > low if low_open else value >= low
-    if math.isnan(value) or not above or value > high:
+    # an integer may be too large for isnan
+    if value != value or not above or value > high:
         raise RequestRejected(
             f"{name} is {value}; expected {'more than' if low_open else 'at least'} {low} and at most {high}",
             param=name,

@@ -13,6 +13,7 @@ from device import reference_sampling as sampling
 from device.cases import Profile, generate
 from device.conformance import run_invariance, run_op
 from device.contract import HostBuffer
+from device.host_tensor import wrapped
 from device.ops import SampleParams
 from device.weights import NO_ACTIVATION, CanonicalWeight
 from tests.conformance.rounding import RoundingDevice
@@ -23,9 +24,9 @@ Fn = Callable[..., Any]
 def faulty(op: str, fn: Fn) -> cpu.CpuDevice:
     """The CPU device with another function for one op."""
     device = cpu.CpuDevice("float32")
-    wrapped = cpu._wrapped(fn)
-    setattr(device._inner, op, wrapped)
-    setattr(device.ops, op, device._in_order(wrapped))
+    planted = wrapped(fn)
+    setattr(device._inner, op, planted)
+    setattr(device.ops, op, device._in_order(planted))
     return device
 
 
