@@ -20,6 +20,7 @@ from waitress.channel import HTTPChannel
 from waitress.parser import HTTPRequestParser
 from waitress.server import create_server
 from waitress.task import ErrorTask, WSGITask
+from waitress.utilities import BadRequest
 
 from server.errors import default_code, error_body
 
@@ -36,7 +37,12 @@ class Parser(HTTPRequestParser):
     """Stops at the first error: what follows it on the connection is not another request."""
 
     def received(self, data: bytes) -> int:
-        consumed = super().received(data)
+        try:
+            consumed = super().received(data)
+        except ValueError:  # a request target that is no URI, which waitress does not expect
+            self.error = BadRequest("the request target is not a valid URI")
+            self.completed = True
+            return len(data)
         if self.error is None:
             return consumed
         # waitress would ask for the refused body with "100 Continue" and go on reading it.

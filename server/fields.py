@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from typing import Any
 
 from device.errors import RequestRejected
@@ -124,7 +125,7 @@ def check_number(value: Any, param: str, low: float, high: float, *, above: bool
         raise bad(param, f"{param} must be a number, not {shorten(value)}")
     # Compared before conversion: float() of a long integer overflows. NaN fails every comparison.
     fits = (value > low if above else value >= low) and (value < high if below else value <= high)
-    if not fits or (isinstance(value, float) and not math.isfinite(value)):
+    if not fits or abs(value) > sys.float_info.max:
         lower = f"above {low:g}" if above else f"at least {low:g}"
         upper = "" if high == math.inf else f" and {'below' if below else 'at most'} {high:g}"
         raise bad(param, f"{param} must be a number {lower}{upper}, not {shorten(value)}")

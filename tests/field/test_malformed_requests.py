@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.service import Running, say, scripted_service
+from tests.support.service import HOST, Running, say, scripted_service
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -165,3 +165,18 @@ def test_malformed_headers(service: Running, line: str) -> None:
     assert status in (400, 501)
     assert headers["content-type"] == "application/json"
     assert json.loads(body)["error"]["message"]
+
+
+@pytest.mark.parametrize("target", ["http://[", "http://[::1/v1/models"])
+def test_a_target_that_is_no_uri(service: Running, target: str) -> None:
+    import socket
+
+    with socket.create_connection((HOST, service.port), timeout=10) as sock:
+        sock.sendall(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        assert sock.recv(100).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize("name", ["top_k", "min_tokens", "max_tokens", "repetition_penalty"])
+def test_an_integer_too_large_for_a_float(service: Running, name: str) -> None:
+    status, answer = service.post("/v1/completions", {"prompt": "p", name: 10**400})
+    assert status == 400 and answer["error"]["param"] == name
