@@ -102,7 +102,7 @@ def build(*, force: bool = False, verbose: bool = False, out: Path | None = None
     try:
         work = _work_folder()
         with _lock(work / "lock"):
-            if not force and library.exists() and _noted(note) == want:
+            if not force and library.exists() and _noted(note, "hash") == want:
                 return Built(library, "up to date")
             todo = [(n, s, f, work / f"{n}-{digests[n][:20]}.o") for n, s, f in objects]
             missing = [job for job in todo if force or not job[3].exists()]
@@ -111,11 +111,24 @@ def build(*, force: bool = False, verbose: bool = False, out: Path | None = None
             complaint = _link(compiler, [job[3] for job in todo], library, verbose)
             if complaint:
                 return Built(None, complaint, len(missing), time.monotonic() - begin)
-            note.write_text(json.dumps({"hash": want}))
+            note.write_text(json.dumps({"hash": want, "sources": _sources()}))
             _sweep(work, {job[3] for job in todo})
     except OSError as error:
         return Built(None, f"cannot write the native library: {error}")
     return Built(library, "built", len(missing), time.monotonic() - begin)
+
+
+def made_from_these_sources() -> bool:
+    """Whether the library in place was built of the sources as they are, whichever compiler did it."""
+    library = HERE / LIBRARY
+    return library.exists() and _noted(library.with_suffix(".json"), "sources") == _sources()
+
+
+def _sources() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _objects(sets: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, Path, tuple[str, ...]]]:
@@ -172,9 +185,9 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _noted(path: Path) -> str | None:
+def _noted(path: Path, what: str) -> str | None:
     try:
-        return str(json.loads(path.read_text())["hash"])
+        return str(json.loads(path.read_text())[what])
     except (OSError, ValueError, KeyError):
         return None
 

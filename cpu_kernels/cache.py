@@ -88,16 +88,3 @@ def move_kv(kv: NativeKV, src: Array, dst: Array) -> None:
         layer.k[b, :, j // LANES, :, j % LANES] = layer.k[a, :, i // LANES, :, i % LANES]
         for array in (layer.v, *layer.scales):
             array[b, :, j] = array[a, :, i]
-
-
-def swap_kv(kv: NativeKV, host: NativeKV, pairs: Array, direction: str) -> None:
-    """Copy whole blocks: ``out``: block pairs[:,0] of kv to block pairs[:,1] of host; ``in``: back. pairs [n,2] i32."""
-    if direction not in ("in", "out"):
-        raise ValueError(f"direction {direction!r}; expected 'in' or 'out'")
-    ours, theirs = pairs[:, 0], pairs[:, 1]
-    for near, far in zip(kv.layers, host.layers, strict=True):
-        for a, b in zip(near.arrays(), far.arrays(), strict=True):
-            if direction == "out":
-                b[theirs] = a[ours]
-            else:
-                a[ours] = b[theirs]

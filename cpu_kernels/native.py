@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_void_p
-from functools import lru_cache
+from ctypes import c_double, c_int32, c_int64, c_void_p
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cpu_kernels.library import NativeUnavailable, library
+from cpu_kernels.library import Team, aligned, isa, library
 
 OPS = (
     "embed", "rms_norm", "add_rms_norm", "add", "linear", "rope", "gated_act", "store_kv", "read_kv",
@@ -71,29 +70,6 @@ class KVLayerStruct(ctypes.Structure):
     ]
 
 
-@lru_cache(maxsize=1)
-def _library() -> ctypes.CDLL:
-    lib = library()
-    lib.jk_isa.restype = c_int
-    lib.jk_isa_name.argtypes, lib.jk_isa_name.restype = [c_int], c_char_p
-    lib.jk_team_new.argtypes, lib.jk_team_new.restype = [c_int, POINTER(c_int)], c_void_p
-    lib.jk_team_free.argtypes, lib.jk_team_free.restype = [c_void_p], None
-    lib.jk_call_scratch.argtypes = [POINTER(Call), c_int, POINTER(c_int32)]
-    lib.jk_call_scratch.restype = c_int64
-    lib.jk_run.argtypes = [c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_void_p]
-    lib.jk_run.restype = c_int
-    return lib
-
-
-def isa() -> str:
-    """The instruction set that the kernels run with. NativeUnavailable where there is no library, or none fits."""
-    lib = _library()
-    found = lib.jk_isa()
-    if found < 0:
-        raise NativeUnavailable("JUMAR_TEST_CPU_ISA names an instruction set that this CPU or this library lacks")
-    return str(lib.jk_isa_name(found).decode())
-
-
 class Buffer:
     """Bytes that grow, 64-byte aligned. Contents are lost when it grows; memory that nobody writes to costs nothing."""
 
@@ -108,24 +84,14 @@ class Buffer:
         self.address = self.array.ctypes.data
 
 
-def aligned(size: int) -> NDArray[np.uint8]:
-    """Uninitialised bytes at a multiple of 64."""
-    raw = np.empty(size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + size]
-
-
 class Executor:
     """A thread team with its arena and scratch. One caller at a time. threads: the caller's own among them."""
 
     def __init__(self, threads: int, cpus: Sequence[int] | None = None) -> None:
-        self._lib = _library()
+        self._lib = library()
         self.isa = isa()
         self.threads = threads
-        pinned = (c_int * threads)(*cpus) if cpus is not None else None
-        self.team: int | None = self._lib.jk_team_new(threads, pinned)
-        if not self.team:
-            raise NativeUnavailable(f"a team of {threads} threads could not be started")
+        self.team = Team(threads, cpus)
         self.arena = Buffer()
         self.scratch = Buffer()
 
@@ -135,17 +101,11 @@ class Executor:
 
     def run(self, calls: Any, n: int, counts: int, bases: Any, times: NDArray[np.int64] | None = None) -> None:
         """n calls. calls, bases: ctypes arrays; counts: address. times [n]: gets the nanoseconds of each call."""
-        bad = self._lib.jk_run(
-            self.team, calls, n, counts, bases, self.scratch.address, None if times is None else times.ctypes.data
-        )
+        spent = None if times is None else times.ctypes.data
+        bad = self._lib.jk_run(self.team.handle, calls, n, counts, bases, self.scratch.address, spent)
         if bad:
             raise RuntimeError(f"the native library has no kernel for {OPS[calls[bad - 1].op]} on {self.isa}")
 
     def close(self) -> None:
-        if self.team:
-            self._lib.jk_team_free(self.team)
-            self.team = None
-
-    def __del__(self) -> None:
-        if getattr(self, "team", None):
-            self.close()
+        """End the threads. The executor is not used afterwards."""
+        self.team.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from collections.abc import Callable, Hashable, Mapping
@@ -25,11 +26,13 @@ from device.contract import (
     StepFn,
 )
 from device.dtypes import decode, numpy_dtype
-from device.errors import ConfigError
+from device.errors import ConfigError, DeviceError
 from device.host_tensor import HostTensor, wrapped
 from device.memory import host_memory, usable_cores
 from device.ops import OPS
 from device.serial import Job, SerialQueue
+
+log = logging.getLogger(__name__)
 
 PORTABLE = "numpy"
 
@@ -88,7 +91,7 @@ class CpuDevice(Device):
         self.dtype = dtype
         if self.threads != os.cpu_count():
             _limit_blas(self.threads)
-        self._fusion = fusion
+        self._fusion, self._strict = fusion, strict
         implementations = [portable_implementation(dtype)]
         self._native: Implementation | None = None
         if self._executor is not None:
@@ -152,9 +155,19 @@ class CpuDevice(Device):
             from device.cpu_program import Recorded
 
             recorded = Recorded(fn, layout, self._executor, fusion=self._fusion)
-        return _CpuProgram(fn, layout, self._inner, self._queue, recorded, self.report.notices)
+        return _CpuProgram(fn, layout, self._inner, self._queue, recorded, self._not_recorded)
+
+    def _not_recorded(self, why: str) -> None:
+        """A step that cannot be one native call. Found out in its first launch, so the log says it too."""
+        text = f"steps run op by op, not as one native call: {why} is not native"
+        if self._strict:
+            raise DeviceError(f"--strict: {text}")
+        log.warning("%s", text)
+        self.report.notices.append(text)
 
     def close(self) -> None:
+        if self._executor is not None:
+            self._queue.submit(self._executor.close)  # after the work that was given before
         self._queue.close()
 
 
@@ -200,7 +213,8 @@ class _CpuPending(Pending):
 
 
 class _CpuProgram(Program):
-    """Runs the step function call by call on the device's thread, on tensors of the actual counts: no padding."""
+    """Steps on the device's thread: replayed as one native call where they were recorded, otherwise call by call on
+    tensors of the actual counts. Neither computes padding."""
 
     def __init__(
         self,
@@ -208,12 +222,12 @@ class _CpuProgram(Program):
         layout: Layout,
         table: OpTable,
         queue: SerialQueue,
-        recorded: Any = None,
-        notices: list[str] | None = None,
+        recorded: Any,
+        not_recorded: Callable[[str], None],
     ) -> None:
         self.layout = layout
         self._recorded = recorded
-        self._notices = notices
+        self._not_recorded = not_recorded
         self._fn = fn
         self._table = table
         self._queue = queue
@@ -232,9 +246,8 @@ class _CpuProgram(Program):
                 found: dict[str, NDArray[Any]] = self._recorded.run(buffer, key)
                 return found
             except NotNative as error:
+                self._not_recorded(str(error))
                 self._recorded = None
-                if self._notices is not None:
-                    self._notices.append(f"steps run op by op, not as one native call: {error} is not native")
         counts = dict(zip(self.layout.counts, buffer.counts.tolist(), strict=True))
         tensors: dict[str, Any] = {"counts": HostTensor(buffer.counts)}
         for spec in self.layout.inputs:

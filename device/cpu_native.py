@@ -20,6 +20,7 @@ from device.contract import AttnMeta
 from device.dtypes import numpy_dtype
 from device.host_tensor import HostTensor
 from device.ops import OPS, SampleParams
+from device.reference_kv import swap_kv
 
 NATIVE = "native"
 KV_DTYPES = cache.DTYPES
@@ -39,7 +40,7 @@ def native_implementation(executor: Executor, activations: str) -> Implementatio
         "all_reduce": _identity,
         "all_gather": _identity,
         "move_kv": cache.move_kv,
-        "swap_kv": cache.swap_kv,
+        "swap_kv": swap_kv,  # whole blocks: their layout does not matter
     }
 
     def pack_weight(weights: Sequence[Any], uses: Any) -> PackedWeight:

@@ -39,8 +39,8 @@ class Parser(HTTPRequestParser):
     def received(self, data: bytes) -> int:
         try:
             consumed = super().received(data)
-        except ValueError:  # a request target that is no URI, which waitress does not expect
-            self.error = BadRequest("the request target is not a valid URI")
+        except ValueError:  # of urlsplit, for a request target that is no URI: waitress does not expect it
+            self.error = BadRequest("the request line cannot be read")
             self.completed = True
             return len(data)
         if self.error is None:

@@ -23,6 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from cpu_kernels import library  # noqa: E402
 from cpu_kernels import linear as native  # noqa: E402
 from device.weights import CanonicalWeight  # noqa: E402
 
@@ -62,12 +63,12 @@ def make_model(isa: str, activations: str) -> Model:
     return Model(weights, sum(n * k for _, n, k, _ in shapes))
 
 
-def seconds(model: Model, team: native.Team, rows: int, head: bool, repeat: int) -> float:
+def seconds(model: Model, team: library.Team, rows: int, head: bool, repeat: int) -> float:
     """Of one pass."""
-    x = native.aligned((rows, FFN), np.float32)
+    x = library.aligned((rows, FFN), np.float32)
     x[...] = np.random.default_rng(1).standard_normal(x.shape)
     weights = model.weights if head else model.weights[:-1]
-    y = native.aligned((rows, max(w.shape[0] for w in weights)), np.float32)
+    y = library.aligned((rows, max(w.shape[0] for w in weights)), np.float32)
     native.linear(x, weights, team=team, out=y)
     begin = time.perf_counter()
     native.linear(x, weights, team=team, out=y, repeat=repeat)
@@ -76,7 +77,7 @@ def seconds(model: Model, team: native.Team, rows: int, head: bool, repeat: int)
 
 def measure(args: argparse.Namespace, isas: list[str]) -> dict[str, list[float]]:
     """Interleaved: bandwidth, then per instruction set decode, prefill and 16 rows, again and again."""
-    team = native.Team(args.threads)
+    team = library.Team(args.threads)
     memory = np.ones(READ_BYTES, np.uint8)
     models = {isa: make_model(isa, args.activations) for isa in isas}
     times: dict[str, list[float]] = {"read": []}
@@ -98,12 +99,12 @@ def measure(args: argparse.Namespace, isas: list[str]) -> dict[str, list[float]]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--isa", nargs="+", choices=native.ISAS, help="default: all that run here")
+    parser.add_argument("--isa", nargs="+", choices=library.ISAS, help="default: all that run here")
     parser.add_argument("--activations", choices=native.ACTIVATIONS, default="auto")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     args = parser.parse_args()
-    isas = list(args.isa or native.runnable_isas()[::-1])
+    isas = list(args.isa or library.runnable_isas()[::-1])
     times = measure(args, isas)
     read, nbytes, macs = statistics.median(times["read"]), times["bytes"][0], times["macs"][0]
     print(f"read {read / 1e9:.1f} GB/s at 1 GB, {args.threads} threads; weights of a token {nbytes / 1e6:.1f} MB")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -35,3 +36,14 @@ def test_nothing_is_built_twice() -> None:
     assert first.path is not None, first.reason
     again = native_build.build()
     assert again.reason == "up to date" and again.compiled == 0 and again.path == first.path
+
+
+@pytest.mark.skipif(native_build.find_compiler() is None, reason="no C++ compiler")
+def test_a_library_of_other_sources_is_not_taken_for_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert native_build.build().path is not None
+    assert native_build.made_from_these_sources()
+    other = tmp_path / "src"
+    shutil.copytree(native_build.SOURCES, other)
+    (other / "call.h").write_text("// changed\n")
+    monkeypatch.setattr(native_build, "SOURCES", other)
+    assert not native_build.made_from_these_sources()

@@ -21,9 +21,10 @@ from device.weights import Activation, CanonicalWeight, pack_nibbles
 if native_build.find_compiler() is None and not (native_build.HERE / native_build.LIBRARY).exists():
     pytest.skip("no C++ compiler, and no native library built", allow_module_level=True)
 
+from cpu_kernels import library  # noqa: E402
 from cpu_kernels import linear as native  # noqa: E402
 
-ISAS = native.runnable_isas()
+ISAS = library.runnable_isas()
 BATCH = 19  # not a multiple of any number of rows that a kernel takes at a time
 FLOATS = ("float32", "float16", "bfloat16")
 RANGES = {"int8": (-128, 128), "int4": (-8, 8), "uint4": (0, 16)}
@@ -55,8 +56,8 @@ CASES = [
 
 
 @lru_cache(maxsize=4)
-def team(threads: int = 2) -> native.Team:
-    return native.Team(threads)
+def team(threads: int = 2) -> library.Team:
+    return library.Team(threads)
 
 
 def weight(
@@ -321,7 +322,7 @@ def test_what_has_no_kernel_is_refused() -> None:
 
 @pytest.mark.parametrize("name", [*ISAS, "avx1024"])
 def test_the_environment_chooses_the_instruction_set(name: str) -> None:
-    code = "from cpu_kernels import linear; print(linear.isa())"
+    code = "from cpu_kernels import library; print(library.isa())"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=native_build.HERE.parent,
         env={**os.environ, "JUMAR_TEST_CPU_ISA": name},

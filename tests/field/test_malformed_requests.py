@@ -7,6 +7,7 @@ https://github.com/vllm-project/vllm/issues/35438 (500 with an empty message), h
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -169,8 +170,6 @@ def test_malformed_headers(service: Running, line: str) -> None:
 
 @pytest.mark.parametrize("target", ["http://[", "http://[::1/v1/models"])
 def test_a_target_that_is_no_uri(service: Running, target: str) -> None:
-    import socket
-
     with socket.create_connection((HOST, service.port), timeout=10) as sock:
         sock.sendall(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         assert sock.recv(100).startswith(b"HTTP/1.1 400")
