@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from device.errors import RequestRejected
 from runtime.tokenizer import BYTE_OF_CHAR, CHAR_OF_BYTE, Tokenizer
 from runtime.tokenizer_gguf import PRE_TOKENIZERS
-from tests.support.tokenizers import byte_ids, read, sentencepiece, smollm2, tiny
+from tests.support.tokenizers import GGML, byte_ids, byte_level_metadata, read, sentencepiece, smollm2, tiny
 
-GGML = "tokenizer.ggml."
 TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "tiny": tiny,
     "smollm2": smollm2,

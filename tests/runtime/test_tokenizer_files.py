@@ -11,11 +11,8 @@ from typing import Any
 import pytest
 
 from device.errors import LoadError, UnsupportedModel
-from runtime.tokenizer import CHAR_OF_BYTE, Tokenizer
-from tests.support.tokenizers import TINY, sentencepiece, smollm2, tiny
-
-GGML = "tokenizer.ggml."
-
+from runtime.tokenizer import Tokenizer
+from tests.support.tokenizers import GGML, TINY, byte_level_metadata, sentencepiece, smollm2, tiny
 
 # --- folders ------------------------------------------------------------------------------------------------------
 
@@ -215,21 +212,6 @@ def test_decoders_are_understood_or_refused_by_name(
 
 
 # --- GGUF metadata ------------------------------------------------------------------------------------------------
-
-
-def byte_level_metadata(pre: str | None = "gpt-2", **changes: Any) -> dict[str, Any]:
-    """256 byte tokens and one merge; ``changes`` by the last part of the key (None: absent)."""
-    tokens = [*CHAR_OF_BYTE.values(), "ab", "<|endoftext|>", "<|im_end|>", "<tool>"]
-    found = {
-        "model": "gpt2",
-        "pre": pre,
-        "tokens": tokens,
-        "token_type": [1] * 257 + [3, 3, 4],
-        "merges": ["a b"],
-        "eos_token_id": 257,
-        **changes,
-    }
-    return {GGML + k: v for k, v in found.items() if v is not None}
 
 
 def test_embedded_model_special_tokens() -> None:

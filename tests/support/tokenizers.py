@@ -12,10 +12,11 @@ from unittest import mock
 
 from runtime.loaders.gguf import GGUFFile
 from runtime.loaders.registry import resolve
-from runtime.tokenizer import Tokenizer
+from runtime.tokenizer import CHAR_OF_BYTE, Tokenizer
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 TINY = DATA / "tiny_tokenizer"
+GGML = "tokenizer.ggml."
 
 
 def read(name: str) -> Any:
@@ -44,9 +45,22 @@ def sentencepiece(name: str) -> Tokenizer:
 
 def byte_ids(text: str | bytes) -> list[int]:
     """One token of `tiny` for each byte."""
-    from runtime.tokenizer import CHAR_OF_BYTE
-
     raw = text.encode() if isinstance(text, str) else text
     found = [tiny().token_id(CHAR_OF_BYTE[b]) for b in raw]
     assert None not in found
     return [i for i in found if i is not None]
+
+
+def byte_level_metadata(pre: str | None = "gpt-2", **changes: Any) -> dict[str, Any]:
+    """256 byte tokens and one merge; ``changes`` by the last part of the key (None: absent)."""
+    tokens = [*CHAR_OF_BYTE.values(), "ab", "<|endoftext|>", "<|im_end|>", "<tool>"]
+    found = {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": tokens,
+        "token_type": [1] * 257 + [3, 3, 4],
+        "merges": ["a b"],
+        "eos_token_id": 257,
+        **changes,
+    }
+    return {GGML + k: v for k, v in found.items() if v is not None}
