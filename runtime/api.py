@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 MAX_LOGPROBS = 20
+MIN_PENALTY = 1e-3
+"""Least repetition penalty: logits are divided by it, and must stay numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +16,7 @@ class SamplingParams:
 
     max_tokens: output tokens at most; None: up to the context limit. 0 is allowed (score the prompt only).
     temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off (relative to the best token).
-    presence_penalty, frequency_penalty: -2..2, over output tokens only. repetition_penalty: > 0, 1 is off, over
+    presence_penalty, frequency_penalty: -2..2, over output tokens only. repetition_penalty: 0.001..10, 1 is off, over
         prompt and output, once per id.
     logit_bias: id -> -100..100. seed: None draws one at admission; the i-th choice of ``n`` derives its own.
     logprobs: None off; k >= 0: log-probability of each chosen token and of the k best (<= 20).

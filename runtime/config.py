@@ -117,10 +117,12 @@ class EngineConfig:
     )
     max_queue: int = setting(
         64,
-        "Requests that may wait. One more is refused with status 429 and a time after which to try again.",
+        "Requests that may wait. One more is refused with status 429 and a time after which to try again. Each holds a"
+        " thread of the service.",
         group=_BATCH,
         unit="requests",
         minimum=0,
+        maximum=4096,
     )
     block_size: int = setting(
         0,

@@ -199,6 +199,11 @@ class Engine:
         limit = output_limit(request, self.max_model_len)
         seed = draw_seed() if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
+        if params.min_tokens and len(stop_ids) >= self.vocab_size:
+            raise RequestRejected(
+                "until min_tokens are generated the stop ids cannot be, and they are the whole vocabulary; shorten "
+                "stop_token_ids", param="stop_token_ids",
+            )  # fmt: skip
         root = self.scheduler.hasher.root(request.cache_salt)
         hashes = self.scheduler.prompt_hashes(root, request.prompt)
         for index in range(params.n):

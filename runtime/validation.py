@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 
 from device.errors import RequestRejected
-from runtime.api import MAX_LOGPROBS, GenerationRequest, SamplingParams
+from runtime.api import MAX_LOGPROBS, MIN_PENALTY, GenerationRequest, SamplingParams
 from runtime.scheduler import Scheduler
 
 MAX_CHOICES = 128
@@ -62,7 +62,7 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
     _range("min_p", params.min_p, 0, 1)
     _range("presence_penalty", params.presence_penalty, -2, 2)
     _range("frequency_penalty", params.frequency_penalty, -2, 2)
-    _range("repetition_penalty", params.repetition_penalty, 0, 10, low_open=True)
+    _range("repetition_penalty", params.repetition_penalty, MIN_PENALTY, 10)
     _range("top_k", params.top_k, 0, 2**31 - 1)
     _range("n", params.n, 1, MAX_CHOICES)
     _range("min_tokens", params.min_tokens, 0, 2**31 - 1)

@@ -55,9 +55,11 @@ class Line:
         """Never fails: what is wrong with a line is said in its answer."""
         try:
             value = json.loads(raw)
+            custom_id = value.get("custom_id") if isinstance(value, dict) else None
+            dumps(custom_id).encode()  # NaN and lone surrogates cannot be written back
         except (ValueError, RecursionError):
-            value = None
-        return cls(number, raw, value.get("custom_id") if isinstance(value, dict) else None)
+            custom_id = None
+        return cls(number, raw, custom_id)
 
 
 def read_lines(path: Path) -> list[Line]:
@@ -167,8 +169,8 @@ class Batch:
 
     def _serve(self, line: Line, label: str) -> dict[str, Any]:
         request = parse_object(line.raw)
-        if not isinstance(request.get("custom_id"), str):
-            raise bad("custom_id", f"line {line.number}: custom_id must be a string")
+        if not isinstance(line.custom_id, str):
+            raise bad("custom_id", f"line {line.number}: custom_id must be a string of valid Unicode")
         if request.get("method", "POST") != "POST":
             raise bad("method", f"line {line.number}: method must be POST")
         prepare = self._endpoints.get(str(request.get("url")))

@@ -17,13 +17,12 @@ Where the specification leaves a choice:
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from device.errors import RequestRejected
-from runtime.api import MAX_LOGPROBS, SamplingParams
+from runtime.api import MAX_LOGPROBS, MIN_PENALTY, SamplingParams
 from server.errors import shorten
 from server.fields import Fields, bad, check_ids, check_number, check_string, type_name
 
@@ -31,6 +30,7 @@ MAX_CHOICES = 128
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_PROMPTS = 2048
+"""Prompts of a request, times n."""
 ROLES = ("system", "developer", "user", "assistant")
 
 _LOGIT_KEY = re.compile(r"-?(0|[1-9][0-9]{0,9})")
@@ -163,6 +163,8 @@ def parse_completion(values: dict[str, Any], *, allow_extra: bool = False) -> Co
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
     max_tokens = fields.integer("max_tokens", 0, None, 16)
     params = _sampling(fields, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=logprobs if echo else None)
+    if len(prompts) * params.n > MAX_PROMPTS:
+        raise fields.refuse("n", f"times the number of prompts may be at most {MAX_PROMPTS}: every one is a sequence")
     best_of = fields.integer("best_of", 1, MAX_CHOICES, params.n)
     if best_of != params.n:
         raise fields.refuse("best_of", f"other than n is not supported (n is {params.n}); leave it out")
@@ -228,7 +230,7 @@ def _sampling(
         min_p=fields.number("min_p", 0, 1, 0.0),
         presence_penalty=fields.number("presence_penalty", -2, 2, 0.0),
         frequency_penalty=fields.number("frequency_penalty", -2, 2, 0.0),
-        repetition_penalty=fields.number("repetition_penalty", 0, math.inf, 1.0, above=True),
+        repetition_penalty=fields.number("repetition_penalty", MIN_PENALTY, 10, 1.0),
         logit_bias=_logit_bias(fields),
         seed=fields.integer("seed", -(2**63), 2**63 - 1),
         n=fields.integer("n", 1, MAX_CHOICES, 1) or 1,

@@ -179,3 +179,20 @@ def test_a_target_that_is_no_uri(service: Running, target: str) -> None:
 def test_an_integer_too_large_for_a_float(service: Running, name: str) -> None:
     status, answer = service.post("/v1/completions", {"prompt": "p", name: 10**400})
     assert status == 400 and answer["error"]["param"] == name
+
+
+def test_few_bytes_do_not_ask_for_a_quarter_of_a_million_sequences(service: Running) -> None:
+    status, answer = service.post("/v1/completions", {"prompt": ["a"] * 2048, "n": 128, "max_tokens": 1})
+    assert status == 400 and answer["error"]["param"] == "n"
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-46, 1e-39, 1e-10])
+def test_a_penalty_that_would_leave_no_finite_logit(service: Running, penalty: float) -> None:
+    status, answer = service.post("/v1/completions", {"prompt": "p", "repetition_penalty": penalty})
+    assert status == 400 and answer["error"]["param"] == "repetition_penalty"
+
+
+def test_stop_ids_that_leave_nothing_to_say(service: Running) -> None:
+    every = list(range(service.engine.vocab_size))
+    status, answer = service.post("/v1/completions", {"prompt": "p", "stop_token_ids": every, "min_tokens": 1})
+    assert status == 400 and answer["error"]["param"] == "stop_token_ids"

@@ -187,6 +187,18 @@ def test_failures_are_lines(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("bad", ['"\\ud800"', "NaN", "[Infinity]"])
+def test_an_id_that_cannot_be_written_back_fails_its_line_only(tmp_path: Path, bad: str) -> None:
+    requests, output = tmp_path / "in", tmp_path / "out"
+    requests.write_text("\n".join([line("first"), line("x").replace('"x"', bad, 1), line("last")]))
+    run = ["generate", *TINY, "--input", str(requests), "--output", str(output)]
+    assert "2 answered, 1 failed" in jumar(*run).stderr
+    found = answers(output)
+    assert [a["custom_id"] for a in found] == ["first", None, "last"]
+    assert found[1]["response"]["status_code"] == 400
+    assert "3 were answered already" in jumar(*run).stderr
+
+
 def test_a_file_of_other_answers_is_not_touched(tmp_path: Path) -> None:
     requests, output = tmp_path / "in", tmp_path / "out"
     requests.write_text(line("a") + "\n" + line("b") + "\n")
@@ -263,8 +275,10 @@ def test_serve_from_start_to_end(tmp_path: Path) -> None:
         assert "serving tiny on http://127.0.0.1:" in started, started
         assert "device: cpu" in started and "KV pool" in started
         url = seen[-1].split(" on ")[1].split("/v1")[0]
-        body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}).encode()
-        request = urllib.request.Request(f"{url}/v1/chat/completions", body, {"Content-Type": "application/json"})
+        body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "ignore_eos": True})
+        request = urllib.request.Request(
+            f"{url}/v1/chat/completions", body.encode(), {"Content-Type": "application/json"}
+        )
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=20) as response:
             assert json.load(response)["usage"]["completion_tokens"] == 3
