@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from device.errors import LoadError, UnsupportedModel
+from runtime.loaders.fields import finite
 
 ROPE_TYPES = ("none", "linear", "dynamic", "llama3", "yarn")
 
@@ -263,6 +264,7 @@ def _number(options: Mapping[str, Any], key: str, default: float | None = None) 
         if default is None:
             raise LoadError(f"rope options lack {key!r}, which their type needs")
         return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise LoadError(f"rope option {key} must be a number, not {value!r}")
-    return float(value)
+    found = finite(value)
+    if found is None:
+        raise LoadError(f"rope option {key} must be a number, not {str(value)[:100]!r}")
+    return found

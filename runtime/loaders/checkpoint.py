@@ -112,7 +112,15 @@ class Checkpoint(ABC):
         )
         return HEAD
 
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """LoadError where the tensor is missing or has another shape. Its values are not touched."""
+        self._check(name, len(shape), shape)
+
     def _ask(self, name: str, dims: int, shape: tuple[int, ...] | None) -> None:
+        self._check(name, dims, shape)
+        self._asked.add(name)
+
+    def _check(self, name: str, dims: int, shape: tuple[int, ...] | None) -> None:
         found = self.shape(name)
         if len(found) != dims or (shape is not None and found != shape):
             expected = "x".join(map(str, shape)) if shape is not None else f"{dims} dimension(s)"
@@ -120,7 +128,6 @@ class Checkpoint(ABC):
                 f"{self.path}: tensor {name!r} has shape {'x'.join(map(str, found))}, expected {expected}; "
                 "do configuration and weights belong to the same model?"
             )
-        self._asked.add(name)
 
     def _lack(self, name: str) -> LoadError:
         return LoadError(f"{self.path}: tensor {name!r} is missing; incomplete download, or another architecture?")

@@ -8,6 +8,11 @@ from typing import Any
 
 from device.errors import LoadError
 
+LARGEST = 1 << 53
+"""Of any integer: float64 holds each one up to it, and nothing that a model counts is near it."""
+MAX_LAYERS = 10_000
+"""Lists are made with an entry for each layer before a tensor is looked at; no model has a tenth of it."""
+
 
 class Fields:
     """A mapping of untrusted values. ``source`` says in messages where they come from.
@@ -30,10 +35,12 @@ class Fields:
         return LoadError(f"{self.source} lacks {key!r}, which the model needs; is this file complete?")
 
     def _wrong(self, key: str, expected: str) -> LoadError:
-        return LoadError(f"{self.source}: {key} must be {expected}, not {self.values[key]!r}")
+        shown = repr(self.values[key])
+        shown = shown if len(shown) <= 100 else shown[:100] + "..."
+        return LoadError(f"{self.source}: {key} must be {expected}, not {shown}")
 
-    def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
-        """An integer of at least ``minimum``."""
+    def integer(self, key: str, default: int | None = None, minimum: int = 1, maximum: int = LARGEST) -> int:
+        """An integer of at least ``minimum`` and at most ``maximum``."""
         value = self.values.get(key)
         if value is None:
             if default is None:
@@ -43,6 +50,8 @@ class Fields:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self._wrong(key, f"an integer of at least {minimum}")
+        if value > maximum:
+            raise self._wrong(key, f"at most {maximum}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -52,9 +61,10 @@ class Fields:
             if default is None:
                 raise self._missing(key)
             return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        found = finite(value)
+        if found is None or found <= 0:
             raise self._wrong(key, "a positive number")
-        return float(value)
+        return found
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.values.get(key)
@@ -83,3 +93,14 @@ class Fields:
         if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in items):
             raise self._wrong(key, "a token id or a list of them")
         return tuple(items)
+
+
+def finite(value: Any) -> float | None:
+    """A number as a float. None for what is no number, is not finite, or is an integer that no float reaches."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    return found if math.isfinite(found) else None

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from device.errors import LoadError, UnsupportedModel
-from runtime.loaders.fields import Fields
+from runtime.loaders.fields import MAX_LAYERS, Fields
 from runtime.model_config import ModelConfig, supported, unique_ropes
 from runtime.rope import RopeConfig, yarn_attention_factor
 
@@ -53,7 +53,7 @@ def model_config(
     own = {k[len(prefix) :]: _plain(v) for k, v in metadata.items() if k.startswith(prefix)}
     fields = Fields(own, f"GGUF metadata of {architecture}")
     _refuse(fields, shapes)
-    layers = fields.integer("block_count")
+    layers = fields.integer("block_count", maximum=MAX_LAYERS)
     hidden = fields.integer("embedding_length")
     heads = fields.integer("attention.head_count")
     head_dim = _head_dim(fields, hidden, heads)

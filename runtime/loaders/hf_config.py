@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from device.errors import LoadError, UnsupportedModel
-from runtime.loaders.fields import Fields
+from runtime.loaders.fields import MAX_LAYERS, Fields
 from runtime.model_config import Activation, ModelConfig, supported, unique_ropes
 from runtime.rope import RopeConfig, rope_from_hf
 
@@ -106,7 +106,7 @@ def model_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None
     # A key that is there with null keeps its null: sliding_window=null means none, not the default.
     values.update(text)
     fields = Fields(values, "config.json")
-    layers = fields.integer("num_hidden_layers")
+    layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     heads = fields.integer("num_attention_heads")
     hidden = fields.integer("hidden_size")
     head_dim = _head_dim(fields, hidden, heads)

@@ -28,21 +28,27 @@ def build_model(
     max_model_len: positions that the rotary tables cover. progress(done, total) hears of each layer.
     Raises LoadError when a weight is missing, has the wrong shape, or is there and would be ignored.
     """
-    builder = _Builder(checkpoint, device, max_model_len)
-    return builder.build(progress or (lambda done, total: None))
+    return Builder(checkpoint, device).build(max_model_len, progress)
 
 
-class _Builder:
-    def __init__(self, checkpoint: Checkpoint, device: Device, max_model_len: int) -> None:
+class Builder:
+    """``build_model`` in two parts. Made: names and sizes are checked, so that memory can be planned by the
+    configuration's counts. ``build``: the weights are packed. Errors as ``build_model``."""
+
+    def __init__(self, checkpoint: Checkpoint, device: Device) -> None:
         self.checkpoint = checkpoint
         self.config = checkpoint.config
         self.device = device
-        self.ropes = [self._rope(i, max_model_len) for i in range(len(self.config.ropes))]
+        self.head_name = checkpoint.head()
+        self.ropes: list[Tensor] = []
+        self._check_names(self.head_name)
+        self._check_sizes()
 
-    def build(self, progress: Progress) -> Decoder:
-        config, checkpoint = self.config, self.checkpoint
-        head_name = checkpoint.head()
-        self._check_names(head_name)
+    def build(self, max_model_len: int, progress: Progress | None = None) -> Decoder:
+        """See ``build_model``."""
+        config, head_name = self.config, self.head_name
+        progress = progress or (lambda done, total: None)
+        self.ropes = [self._rope(i, max_model_len) for i in range(len(config.ropes))]
         total = config.num_layers + 1
         table_shape = (config.vocab_size, config.hidden_size)
         if head_name == EMBEDDING:
@@ -81,6 +87,17 @@ class _Builder:
                 f"{self.config.num_layers} layer(s) with this configuration has no such weight; do configuration and "
                 "weights belong to the same model?"
             )
+
+    def _check_sizes(self) -> None:
+        """The counts that rotary tables, cache and logits are sized by; the other shapes are checked as they are read.
+
+        The layers are alike, so the first stands for all.
+        """
+        c = self.config
+        self.checkpoint.check(EMBEDDING, (c.vocab_size, c.hidden_size))
+        heads = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
+        for name, count in zip(parts(c, 0)["qkv"], heads, strict=True):
+            self.checkpoint.check(f"{name}.weight", (count * c.head_dim, c.hidden_size))
 
     def _has_bias(self, field: str) -> bool:
         config = self.config

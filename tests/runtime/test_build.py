@@ -20,7 +20,7 @@ from device.cpu import CpuDevice
 from device.dtypes import decode, encode
 from device.errors import LoadError
 from runtime.loaders.checkpoint import EMBEDDING, Checkpoint, open_checkpoint
-from runtime.models.build import build_model
+from runtime.models.build import Builder, build_model
 from runtime.models.decoder import Decoder
 from tests.support.checkpoints import write_folder, write_gguf
 from tests.support.convert import gguf_architecture, gguf_metadata, gguf_tensors
@@ -238,6 +238,21 @@ def _biased(kind: str) -> tuple[dict[str, Any], dict[str, Array]]:
     if kind == "llama":
         config["mlp_bias"] = True
     return config, dict(random_tensors(config, 2, head=True))
+
+
+@pytest.mark.parametrize("changes", [
+    {"vocab_size": 10**9}, {"hidden_size": 10**9}, {"num_hidden_layers": 9999}, {"head_dim": 10**9},
+    {"num_attention_heads": 10**9}, {"num_attention_heads": 10**9, "num_key_value_heads": 10**9},
+])  # fmt: skip
+def test_counts_that_the_tensors_deny_are_refused_before_memory_is_planned_by_them(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    config = configuration("llama", num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    checkpoint = open_checkpoint(
+        write_folder(tmp_path, config | changes, dict(random_tensors(config, 0, head=True))), SILENT
+    )
+    with pytest.raises(LoadError, match="same model|are missing"):
+        Builder(checkpoint, CpuDevice())
 
 
 def test_all_missing_parameters_are_told_at_once(tmp_path: Path) -> None:

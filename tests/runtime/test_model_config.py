@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,32 @@ def test_bad_values_are_load_errors(changes: dict[str, Any], words: str) -> None
         hf(TINY_LLAMA, **changes)
 
 
+HUGE = (10**9, 0xFFFFFFFF, (1 << 64) - 1, 10**400)
+"""The last: more than a float holds. Metadata of GGUF end before it."""
+
+
+@pytest.mark.parametrize("value", HUGE)
+@pytest.mark.parametrize("key", sorted(k for k, v in TINY_LLAMA.items() if type(v) in (int, float)))
+@pytest.mark.parametrize("base", [TINY_LLAMA, TINY_GEMMA])
+def test_no_number_of_a_config_json_keeps_it_busy(base: dict[str, Any], key: str, value: int) -> None:
+    """It is taken as it is (whether tensors agree is checked before anything is sized by it) or refused; never a
+    list as long as it, and never an error of arithmetic."""
+    try:
+        hf(base, **{key: value})
+    except LoadError as error:
+        assert len(str(error)) < 400
+    else:
+        assert key != "num_hidden_layers"
+
+
+@pytest.mark.parametrize("value", [10**400, 10**9, 1e308])
+@pytest.mark.parametrize("key", ["factor", "rope_theta", "original_max_position_embeddings", "beta_fast"])
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
+def test_no_number_of_the_rope_options_is_an_error_of_arithmetic(kind: str, key: str, value: float) -> None:
+    with contextlib.suppress(LoadError):
+        hf(TINY_LLAMA, rope_scaling={"type": kind, "factor": 2.0, key: value})
+
+
 def test_a_configuration_checks_itself() -> None:
     config = hf(TINY_LLAMA)
     fields = {f: getattr(config, f) for f in config.__dataclass_fields__}
@@ -405,6 +432,18 @@ def test_gguf_per_layer_arrays() -> None:
 def test_gguf_refusals(changes: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         gguf(**changes)
+
+
+@pytest.mark.parametrize("value", HUGE[:3])
+@pytest.mark.parametrize("key", sorted(k for k, v in GGUF_LLAMA.items() if isinstance(v, int)))
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_no_number_of_gguf_metadata_keeps_it_busy(architecture: str, key: str, value: int) -> None:
+    try:
+        gguf(architecture, **{key: value})
+    except LoadError:
+        pass
+    else:
+        assert key != "block_count"
 
 
 def test_gguf_of_an_unknown_architecture() -> None:
