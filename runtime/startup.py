@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from device.config import DeviceConfig
-from device.contract import Device, KVSpec
+from device.contract import Device, KVLayerSpec, KVSpec
 from device.errors import ConfigError
 from device.open import open_device
 from device.probe import select
@@ -17,7 +17,8 @@ from runtime.blocks import BlockPool
 from runtime.config import EngineConfig
 from runtime.engine import Engine
 from runtime.loaders.checkpoint import Checkpoint, open_checkpoint
-from runtime.models.build import build_model
+from runtime.model_config import ModelConfig
+from runtime.models.build import Builder
 from runtime.scheduler import Limits, Scheduler
 from runtime.step import Model
 
@@ -27,11 +28,16 @@ if TYPE_CHECKING:
 Notice = Callable[[str], None]
 Progress = Callable[[int, int], None]
 _MIB = 1 << 20
+_BYTES_PER_TOKEN = 24
+"""Of a step's inputs: id, position and slot, four bytes each, in both buffers."""
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Where the memory goes. Bytes. ``lines`` is what start-up prints."""
+    """Where the memory goes. Bytes. ``lines`` is what start-up prints.
+
+    wanted_len: the length that was asked for or that the model was made for, where max_model_len is what fits.
+    """
 
     free_before: int = 0
     source: str = ""
@@ -42,6 +48,7 @@ class Ledger:
     reserved: int = 0
     block_size: int = 0
     max_model_len: int = 0
+    wanted_len: int = 0
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -115,15 +122,21 @@ def build_engine(
     max_len = asked or checkpoint.config.max_position
     if asked > checkpoint.config.max_position:
         say(f"max_model_len {asked} is above the {checkpoint.config.max_position} that the model was made for")
+    explicit = bool(asked) if explicit_len is None else explicit_len
     before = device.memory()
-    model = build_model(checkpoint, device, max_len, progress)
-    ledger = Ledger(before.free, before.source, weights=model.nbytes)
+    builder = Builder(checkpoint, device)
+    # The tables of positions are as long as a sequence may be: what no pool can hold is cut or refused before them.
+    plan = Ledger(before.free, before.source, wanted_len=max_len)
+    spec = _planned_kv(checkpoint.config, _kv_dtype(device, config))
+    fits = size_pool(device, config, spec, checkpoint.config.vocab_size, max_len, explicit, plan).max_len
+    model = builder.build(fits, progress)
+    ledger = Ledger(before.free, before.source, weights=model.nbytes, wanted_len=max_len)
     engine = make_engine(
         model,
         device,
         config,
-        max_len,
-        explicit_len=bool(asked) if explicit_len is None else explicit_len,
+        fits,
+        explicit_len=explicit,
         ledger=ledger,
         model_id=checkpoint.name,
         tokenizer=tokenizer,
@@ -189,6 +202,12 @@ def _op_lines(device: Device) -> list[str]:
     return [f"ops by {label}: {', '.join(ops)}" for label, ops in groups.items()]
 
 
+def _planned_kv(config: ModelConfig, dtype: str) -> KVSpec:
+    """The cache of a model that is not built yet."""
+    c = config
+    return KVSpec(tuple(KVLayerSpec(c.num_kv_heads, c.head_dim, c.num_heads, window) for window in c.windows), dtype)
+
+
 def _kv_dtype(device: Device, config: EngineConfig) -> str:
     wanted = device.dtype if config.kv_dtype == "auto" else config.kv_dtype
     if wanted not in device.caps.kv_dtypes:
@@ -198,10 +217,10 @@ def _kv_dtype(device: Device, config: EngineConfig) -> str:
     return wanted
 
 
-def step_workspace(rows: int, vocab_size: int) -> int:
+def step_workspace(rows: int, vocab_size: int, tokens: int) -> int:
     """Bytes that a step needs beside weights and KV, estimated from above: float32 logits and three copies of them
-    (edited, sorted, exponentials)."""
-    return 4 * rows * vocab_size * 4
+    (edited, sorted, exponentials), and the inputs of every token."""
+    return 4 * rows * vocab_size * 4 + _BYTES_PER_TOKEN * tokens
 
 
 def size_pool(
@@ -213,30 +232,20 @@ def size_pool(
     explicit: bool,
     ledger: Ledger,
 ) -> Limits:
-    """Decide blocks and lengths, and note them in the ledger.
+    """Decide blocks and lengths, and note them in the ledger. Nothing is allocated.
 
     The pool is the least of ``kv_share`` of the free memory and what max_num_seqs sequences of max_model_len can ever
     hold. If it cannot hold one sequence of max_model_len, that is lowered with a note, or a ConfigError if it was
-    asked for.
+    asked for. A ConfigError too for what does not fit into the free memory, naming the setting that wants it.
     """
     size = device.caps.check_block_size(config.block_size)
-    reserved = device.caps.reserved_blocks
-    ledger.block_size, ledger.reserved = size, reserved
+    ledger.block_size, ledger.reserved = size, device.caps.reserved_blocks
     ledger.block_bytes = device.kv_block_bytes(spec, size)
     rows = max(config.max_logit_rows, config.max_num_seqs)
-    ledger.workspace = step_workspace(rows, vocab_size)
+    ledger.workspace = step_workspace(rows, vocab_size, max(config.max_num_batched_tokens, config.max_num_seqs))
     needed = -(-max_len // size)
-    if config.kv_blocks:
-        blocks = config.kv_blocks
-    else:
-        share = min(config.kv_share, device.caps.kv_share_limit)
-        free = max(device.memory().free - ledger.workspace, 0)
-        blocks = min(int(free * share) // max(ledger.block_bytes, 1) - reserved, config.max_num_seqs * needed)
-    if blocks < 1:
-        raise ConfigError(
-            f"not enough memory for a KV pool: a block takes {ledger.block_bytes / _MIB:.2f} MiB; "
-            f"{device.memory().free / _MIB:.0f} MiB are free ({ledger.source}). Free memory, or take a smaller model"
-        )
+    blocks = _pool_blocks(device, config, ledger, vocab_size, needed)
+    wanted, ledger.wanted_len = ledger.wanted_len or max_len, 0
     if blocks < needed:
         fits = blocks * size
         if explicit:
@@ -244,9 +253,10 @@ def size_pool(
                 f"max_model_len {max_len} needs {needed} blocks of {size} tokens, the pool has {blocks}: raise "
                 f"kv_share or kv_blocks, or set max_model_len to at most {fits}"
             )
-        ledger.notes.append(f"max_model_len lowered from {max_len} to {fits}: the KV pool holds no longer sequence")
         max_len = fits
-    ledger.blocks = blocks + reserved
+    if max_len < wanted:
+        ledger.notes.append(f"max_model_len lowered from {wanted} to {max_len}: the KV pool holds no longer sequence")
+    ledger.blocks = blocks + ledger.reserved
     ledger.max_model_len = max_len
     limits = _limits(config, device, max_len, rows)
     beside = "" if config.chunked_prefill else ", beside the longest prompt"
@@ -257,6 +267,49 @@ def size_pool(
         if got > asked:
             ledger.notes.append(f"{name} raised from {asked} to {got}: each sequence wants one in a step{why}")
     return limits
+
+
+def _pool_blocks(device: Device, config: EngineConfig, ledger: Ledger, vocab_size: int, needed: int) -> int:
+    """Blocks of the pool beside the reserved ones, at least one; needed: for the longest sequence. ConfigError."""
+    memory = device.memory()
+    free, block = memory.free - ledger.workspace, max(ledger.block_bytes, 1)
+    there = f"{memory.free / _MIB:.0f} MiB are free ({memory.source})"
+    if config.kv_blocks:
+        most = free // block - ledger.reserved
+        if config.kv_blocks <= most:
+            return config.kv_blocks
+        if most > 0:
+            raise ConfigError(
+                f"kv_blocks {config.kv_blocks} takes {config.kv_blocks * block / _MIB:.0f} MiB; {there}, of which a "
+                f"step wants {ledger.workspace / _MIB:.0f}: set kv_blocks to at most {most}, or to 0 to have it chosen"
+            )
+    share = min(config.kv_share, device.caps.kv_share_limit)
+    blocks = min(int(max(free, 0) * share) // block - ledger.reserved, config.max_num_seqs * needed)
+    if blocks > 0:
+        return blocks
+    if ledger.workspace > memory.free // 2:
+        name, value, most = _largest_wish(config, vocab_size, memory.free // 2)
+        raise ConfigError(
+            f"no memory is left for a KV pool: {name} {value} makes the step workspace {ledger.workspace / _MIB:.0f} "
+            f"MiB; {there}. Set {name} to at most {most}"
+        )
+    smaller = f"a block_size below {config.block_size}" if config.block_size else "a smaller model"
+    raise ConfigError(
+        f"not enough memory for a KV pool: a block takes {ledger.block_bytes / _MIB:.2f} MiB; {there}. "
+        f"Free memory, or take {smaller}"
+    )
+
+
+def _largest_wish(config: EngineConfig, vocab_size: int, budget: int) -> tuple[str, int, int]:
+    """The setting that a step's workspace is large for, its value, and the largest with which it takes ``budget``."""
+    per_row, sequences = step_workspace(1, vocab_size, 0), config.max_num_seqs
+    if config.max_logit_rows * per_row < config.max_num_batched_tokens * _BYTES_PER_TOKEN:
+        name, value, each = "max_num_batched_tokens", config.max_num_batched_tokens, _BYTES_PER_TOKEN
+    else:
+        name, value, each = "max_logit_rows", config.max_logit_rows, per_row
+    if sequences * config.rows_per_sequence >= value:  # the budget was raised for the sequences
+        return "max_num_seqs", sequences, max(budget // (each * config.rows_per_sequence), 1)
+    return name, value, max(budget // each, 1)
 
 
 def _limits(config: EngineConfig, device: Device, max_len: int, rows: int) -> Limits:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from device.contract import KVLayerSpec, KVSpec, MemoryInfo
 from device.cpu import CpuDevice
 from device.errors import ConfigError, DeviceError, LoadError
 from device.probe import Survey, select
+from device.schema import settings_of
 from runtime import Engine, startup
 from runtime.config import EngineConfig
 from runtime.scheduler import Limits
@@ -57,8 +60,8 @@ def size(
 def test_a_card_gives_its_share_of_what_a_step_leaves_free() -> None:
     free = 200 * MIB
     ledger, _ = size(free, 1024, caps={"kind": "cuda", "reserved_blocks": 3}, kv_share=0.25, max_num_seqs=64)
-    workspace = step_workspace(256, VOCAB)
-    assert ledger.workspace == workspace == 4 * 256 * 1000 * 4
+    workspace = step_workspace(256, VOCAB, 512)
+    assert ledger.workspace == workspace == 4 * 256 * 1000 * 4 + 24 * 512
     assert ledger.block_bytes == BLOCK and ledger.block_size == 16 and ledger.reserved == 3
     assert ledger.blocks == int((free - workspace) * 0.25) // BLOCK  # the reserved ones are part of the share
     assert ledger.tokens == (ledger.blocks - 3) * 16
@@ -104,7 +107,40 @@ def test_a_length_that_was_asked_for_is_never_lowered() -> None:
 
 def test_no_memory_at_all_is_an_error_that_says_what_a_block_takes() -> None:
     with pytest.raises(ConfigError, match=r"a block takes 0\.03 MiB; 4 MiB are free \(a test\)"):
-        size(4 * MIB, caps={"kind": "cuda"}, max_logit_rows=4096)
+        size(4 * MIB, caps={"kind": "cuda"}, kv_share=0.01, max_logit_rows=64)
+    with pytest.raises(ConfigError, match="take a block_size below 4096"):
+        size(4 * MIB, block_size=4096, max_logit_rows=64)
+
+
+@pytest.mark.parametrize("blocks", [3200, 10**11, 1 << 70])
+@pytest.mark.parametrize("caps", [{}, {"kind": "cuda", "kv_share_limit": 1.0, "reserved_blocks": 3}])
+def test_blocks_that_were_asked_for_must_fit_into_what_is_free(blocks: int, caps: dict[str, Any]) -> None:
+    most = (100 * MIB - step_workspace(256, VOCAB, 512)) // BLOCK - caps.get("reserved_blocks", 1)
+    with pytest.raises(ConfigError, match=rf"kv_blocks {blocks} takes {blocks // 32} MiB; 100 MiB are free") as caught:
+        size(100 * MIB, kv_blocks=blocks, caps=caps)
+    assert f"at most {most}," in str(caught.value)
+    assert size(100 * MIB, kv_blocks=most, caps=caps)[0].tokens == most * 16
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "others"),
+    [
+        ("max_logit_rows", 100_000_000, {}),
+        ("max_num_batched_tokens", 10**12, {}),
+        ("max_num_seqs", 65536, {}),
+        ("max_num_seqs", 65536, {"max_logit_rows": 65536, "max_num_batched_tokens": 65536}),  # as resolving raises them
+        ("max_num_seqs", 65536, {"max_logit_rows": 5 * 65536, "speculate": "ngram", "draft_tokens": 4}),
+        ("max_num_seqs", 65536, {"kv_blocks": 10}),
+    ],
+)
+def test_a_step_that_takes_the_memory_names_the_setting_to_lower(name: str, value: int, others: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=f"{name} {value} makes the step workspace .* MiB; 100 MiB are free"
+    ) as caught:
+        size(100 * MIB, **{name: value, **others})
+    most = int(str(caught.value).rpartition(" ")[2])
+    others = {k: v for k, v in others.items() if not k.startswith("max_")}
+    assert size(100 * MIB, **{name: most, **others})[1].max_len > 0
 
 
 def test_the_ledger_says_where_the_memory_goes() -> None:
@@ -232,6 +268,40 @@ def test_the_longest_sequence_is_the_model_s_own_unless_said_otherwise(closing: 
     assert engine.max_model_len == 64 and "max_model_len lowered from 2048 to 64" in said
     with pytest.raises(ConfigError, match="max_model_len 128 needs 8 blocks"):
         built(closing, kv_blocks=4, max_model_len=128)
+
+
+@pytest.fixture
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which nothing as large as the tests below ask for can be built by accident."""
+    monkeypatch.setattr(CpuDevice, "memory", lambda self: MemoryInfo(128 * MIB, 64 * MIB, "a test"))
+
+
+@pytest.mark.parametrize("claimed", [10**8, 0xFFFFFFFF, 1 << 53])
+@pytest.mark.usefixtures("little_memory")
+def test_a_model_that_claims_an_endless_context_gets_what_fits(
+    closing: list[Engine], tmp_path: Path, claimed: int
+) -> None:
+    folder = shutil.copytree(MODELS / "tiny", tmp_path / "tiny")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": claimed}))
+    engine, said = built(closing, model=str(folder))
+    assert 256 < engine.max_model_len < 10**6
+    assert f"max_model_len lowered from {claimed} to {engine.max_model_len}: " in said
+
+
+@pytest.mark.parametrize("value", [10**8, 10**11, 1 << 63, 10**100])
+@pytest.mark.parametrize("name", [s.name for s in settings_of(EngineConfig) if s.kind == "int" and s.maximum is None])
+@pytest.mark.usefixtures("little_memory")
+def test_no_number_however_large_ends_otherwise_than_typed(closing: list[Engine], name: str, value: int) -> None:
+    """Each either runs (a bound that nothing is built by) or is refused before the weights are read, by its name."""
+    read: list[Any] = []
+    try:
+        config = EngineConfig(**{**TINY, name: value})
+        closing.append(build_engine(DeviceConfig(device="cpu"), config, progress=lambda *at: read.append(at)))
+    except ConfigError as error:
+        assert (name in str(error) or name in getattr(error, "names", ())) and not read
+    else:
+        assert name == "chunk_size"
 
 
 def test_ids_and_ends_are_those_of_tokenizer_and_checkpoint_together(closing: list[Engine]) -> None:
