@@ -51,6 +51,11 @@ class ChatTemplate:
                 f"the chat template is no valid Jinja ({error.message}, line {error.lineno}); "
                 "correct the model's chat template or give another one"
             ) from error
+        except Exception as error:  # Jinja writes Python, whose compiler has limits and errors of its own
+            raise LoadError(
+                f"the chat template cannot be compiled ({type(error).__name__}: {error}); "
+                "correct the model's chat template or give another one"
+            ) from error
 
     def render(
         self,
@@ -141,16 +146,33 @@ def encode_prompt(tokenizer: Tokenizer, text: str, add_special_tokens: bool = Tr
 
 
 def template_of(tokenizer: Tokenizer) -> ChatTemplate:
-    """The tokenizer's chat template, compiled once. RequestRejected if there is none, LoadError if it is broken."""
+    """The tokenizer's chat template, compiled once. RequestRejected if there is none or it is broken."""
     source = tokenizer.chat_template
     if source is None:
-        raise RequestRejected(
-            "this model has no chat template, so chat messages cannot be turned into a prompt; use /v1/completions "
-            "with the prompt written out, or start the server with a chat template",
-            code="no_chat_template",
-            param="messages",
-        )
-    return _compiled(source, tuple(sorted(tokenizer.special_tokens.items())))
+        raise _no_template("this model has no chat template")
+    try:
+        if not isinstance(source, str):  # metadata of a file may be anything
+            raise LoadError("the chat template is no text; correct the model's chat template or give another one")
+        return _compiled(source, tuple(sorted(tokenizer.special_tokens.items())))
+    except LoadError as error:
+        raise _no_template(str(error)) from error
+
+
+def chat_problem(tokenizer: Tokenizer) -> str | None:
+    """Why no conversation can be had with this tokenizer, None where one can. Compiles the template, for start-up."""
+    try:
+        template_of(tokenizer)
+    except RequestRejected as error:
+        return error.message
+    return None
+
+
+def _no_template(why: str) -> RequestRejected:
+    message = (
+        f"{why[:_MESSAGE_LIMIT]}: chat messages cannot be turned into a prompt. Use /v1/completions with the prompt "
+        "written out, or start the server with a chat template"
+    )
+    return RequestRejected(message, code="no_chat_template", param="messages")
 
 
 @functools.lru_cache(maxsize=16)

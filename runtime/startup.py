@@ -14,6 +14,7 @@ from device.errors import ConfigError
 from device.open import open_device
 from device.probe import select
 from runtime.blocks import BlockPool
+from runtime.chat import chat_problem
 from runtime.config import EngineConfig
 from runtime.engine import Engine
 from runtime.loaders.checkpoint import Checkpoint, open_checkpoint
@@ -115,6 +116,8 @@ def build_engine(
     say(f"device: {selection.name}\n{selection.report()}")
     checkpoint = open_checkpoint(config.model, say)
     tokenizer = load_tokenizer(config, checkpoint)
+    if (problem := chat_problem(tokenizer)) is not None:
+        say(f"warning: chat is not available: {problem}")
     device = open_device(selection, device_config)
     for line in _op_lines(device):
         say(line)

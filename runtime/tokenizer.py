@@ -338,7 +338,10 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """``chat_template.jinja``, ``chat_template.json`` or ``tokenizer_config.json``, the first that is there."""
     plain = folder / "chat_template.jinja"
     if plain.is_file():
-        return plain.read_text(encoding="utf-8")
+        try:
+            return plain.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise LoadError(f"{plain} cannot be read as UTF-8: {_short(error)}; correct it or remove it") from error
     found = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(found, list):
         named = {str(t.get("name")): t.get("template") for t in found if isinstance(t, dict)}

@@ -42,10 +42,13 @@ def chat(
 
     Answers are streamed. Ctrl-C stops an answer, /reset begins anew, Ctrl-D or /quit leaves.
     """
+    from runtime.chat import chat_problem
+
     resolved = resolve_settings(options, chosen_model(options, model))
     engine = load(resolved, teller(verbose))
-    if engine.tokenizer is None or engine.tokenizer.chat_template is None:
-        raise JumarError(f"{engine.model_id} has no chat template; use: jumar generate MODEL --prompt TEXT")
+    problem = "it has no tokenizer" if engine.tokenizer is None else chat_problem(engine.tokenizer)
+    if problem is not None:
+        raise JumarError(f"no chat with {engine.model_id}: {problem}. Use: jumar generate MODEL --prompt TEXT")
     engine.start()
     say(f"{engine.model_id} on {engine.device.caps.name}. {_HELP}")
     beginning = [{"role": "system", "content": system}] if system else []

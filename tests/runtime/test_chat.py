@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from device.errors import LoadError, RequestRejected
-from runtime.chat import ChatTemplate, check_messages, encode_chat, encode_prompt, render_chat, template_of
+from runtime.chat import (
+    ChatTemplate,
+    chat_problem,
+    check_messages,
+    encode_chat,
+    encode_prompt,
+    render_chat,
+    template_of,
+)
 from runtime.tokenizer import Tokenizer
 from tests.support.tokenizers import TINY, smollm2, tiny
 
@@ -90,6 +98,28 @@ def test_a_template_is_compiled_once() -> None:
 def test_a_broken_template_is_an_error_of_the_model() -> None:
     with pytest.raises(LoadError, match="no valid Jinja.*line 2"):
         ChatTemplate("fine\n{% for %}")
+
+
+BROKEN: tuple[Any, ...] = (
+    "fine\n{% for %}",
+    "{{ 'open",
+    "{{ messages | no_such_filter }}",
+    "{% if %}" * 3,
+    "{% for m in messages %}" * 30 + "{% endfor %}" * 30,  # more blocks than Python's compiler nests
+    "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+    7,
+    ["a list"],
+)
+
+
+@pytest.mark.parametrize("source", BROKEN, ids=lambda source: str(source)[:20])
+def test_a_template_that_cannot_be_compiled_is_known_at_start_up_and_refuses_chat(source: Any) -> None:
+    problem = chat_problem(fresh(source))
+    assert problem is not None and "the chat template" in problem and len(problem) < 600
+    with pytest.raises(RequestRejected) as caught:
+        encode_chat(fresh(source), USER)
+    assert (caught.value.status, caught.value.code) == (400, "no_chat_template") and caught.value.message == problem
+    assert chat_problem(tiny()) is None and "no chat template" in (chat_problem(fresh(None)) or "")
 
 
 def test_a_model_without_a_template_refuses_chat() -> None:

@@ -316,6 +316,18 @@ def test_the_tokenizer_may_be_named_by_its_file(closing: list[Engine]) -> None:
     assert engine.tokenizer is not None and engine.vocab_size == 512
 
 
+@pytest.mark.parametrize("template", ["{% for %}", "{{ x | no_such_filter }}", None])
+def test_a_model_without_a_usable_chat_template_starts_and_says_so(
+    closing: list[Engine], tmp_path: Path, template: str | None
+) -> None:
+    folder = shutil.copytree(DATA / "tiny_tokenizer", tmp_path / "tokenizer")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    _, said = built(closing, tokenizer=str(folder))
+    assert "warning: chat is not available: " in said and "chat template" in said
+    assert "chat is not available" not in built(closing)[1]
+
+
 def test_a_folder_without_a_tokenizer_is_refused() -> None:
     with pytest.raises(LoadError, match=r"tokenizer\.json is missing"):
         build_engine(DeviceConfig(device="cpu"), EngineConfig(model=TINY["model"]))

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from runtime.tokenizer import Tokenizer
+from tests.support.engines import scripted_engine
 from tests.support.service import Running, say
+from tests.support.tokenizers import TINY
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -170,3 +173,17 @@ def test_headers_of_a_stream(service: Running) -> None:
         raw = response.read()
     assert raw.endswith(b"data: [DONE]\n\n")
     assert all(part.startswith(b"data: ") for part in raw.split(b"\n\n")[:-1])
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "{{ x | no_such_filter }}", None])
+def test_without_a_usable_template_chat_is_refused_and_completions_go_on(template: str | None) -> None:
+    tokenizer = Tokenizer.from_folder(TINY)
+    tokenizer.chat_template = template
+    with Running(scripted_engine(tokenizer=tokenizer)) as broken:
+        for path in (CHAT, "/tokenize"):
+            status, reply = broken.post(path, {"messages": HI})
+            assert status == 400 and reply["error"]["code"] == "no_chat_template", reply
+            assert "chat template" in reply["error"]["message"] and "/v1/completions" in reply["error"]["message"]
+        status, reply = broken.post("/v1/completions", {"prompt": "p", "extra": say("ok")})
+        assert (status, reply["choices"][0]["text"]) == (200, "ok")
+        assert broken.get("/health")[0] == 200
