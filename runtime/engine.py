@@ -162,8 +162,12 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="jumar-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, request: GenerationRequest, *, queue_limit: bool = True) -> RequestHandle:
-        """Queue a request. RequestRejected when it is impossible, or not possible now (queue_limit=False: waits)."""
+    def submit(self, request: GenerationRequest, *, queue_limit: bool = True, follow_up: bool = False) -> RequestHandle:
+        """Queue a request. RequestRejected when it is impossible, or not possible now (queue_limit=False: waits).
+
+        follow_up: one more of a client that is being served; it leaves half of the queue to others, so that a long
+        list of prompts does not shut them out.
+        """
         self._check_ready()
         check_request(request, self.vocab_size, self.scheduler)
         handle = RequestHandle(self, next(self._ids), request)
@@ -171,8 +175,10 @@ class Engine:
         with self._lock:
             self._check_ready()  # again: whoever ends the engine changes its state first, and then empties the inbox
             room = self.config.max_num_seqs + self.config.max_queue - self._live
+            if follow_up:
+                room -= self.config.max_queue // 2
             if queue_limit and request.params.n > room and self._live:
-                self._stats.rejected += 1
+                self._stats.rejected += not follow_up
                 raise RequestRejected(
                     f"at capacity: {self._live} sequences run or wait, {self.config.max_num_seqs} may run and "
                     f"{self.config.max_queue} may wait",

@@ -22,6 +22,9 @@ import numpy as np
 from runtime.blocks import BlockPool, PrefixHasher
 from runtime.sequence import Sequence, Status
 
+_MIN_SHARE = 32
+"""Tokens of a step below which they are not divided among prompts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -191,7 +194,7 @@ class Scheduler:
                 plan.add_one(seq, start)
                 at += 1
                 continue
-            count, drafts, samples, scores = self._want(seq, left, rows_left)
+            count, drafts, samples, scores = self._want(seq, self._share(at, left), rows_left)
             if count == 0:
                 at += 1
                 continue
@@ -210,6 +213,24 @@ class Scheduler:
         if self.preemptions == before and self.waiting_count:
             self._admit(plan)
         return plan
+
+    def _share(self, at: int, left: int) -> int:
+        """What the running sequence ``at`` may take of the tokens that are left.
+
+        A long prompt leaves younger sequences that decode what they need, and half of the rest to prompts that are
+        younger still: a short one would wait until it is done. What nobody else wants is its own.
+        """
+        limits, running = self.limits, self.running
+        pending = len(running[at].tokens) - running[at].computed
+        if pending <= min(left // 2, _MIN_SHARE) or not limits.chunked_prefill:
+            return left
+        prompts = self.waiting_count > 0 and limits.batching == "continuous" and len(running) < limits.max_seqs
+        for seq in running[at + 1 :]:
+            if len(seq.tokens) - seq.computed == 1:
+                left -= 1 + len(seq.drafts)
+            else:
+                prompts = True
+        return max(1, left // 2 if prompts and left >= 2 * _MIN_SHARE else left)
 
     def _want(self, seq: Sequence, left: int, rows_left: int) -> tuple[int, int, bool, int]:
         """(tokens, drafts among them, whether it samples, prompt rows to score) within what is left of the budgets."""

@@ -269,7 +269,7 @@ class Answers:
         while self._waiting:
             task = self._waiting[0]
             try:
-                handle = self._engine.submit(task.request, queue_limit=self._queue_limit)
+                handle = self._engine.submit(task.request, queue_limit=self._queue_limit, follow_up=bool(self._live))
             except RequestRejected as error:
                 if error.status == 429 and self._live:
                     return

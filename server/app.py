@@ -49,7 +49,7 @@ class AppConfig:
     version: str
     fingerprint: str
     api_key: str | None = None
-    max_body_bytes: int = 8 << 20
+    max_body_bytes: int = 2 << 20
     allow_extra: bool = False
 
 

@@ -57,6 +57,9 @@ class JsonErrorTask(ErrorTask):
         request: Any = self.request  # the stubs take it for an error
         error = request.error
         message = f"{error.reason}: {error.body}"
+        if error.code == 413:  # waitress names its own limit, one byte more than ours
+            limit = self.channel.server.adj.max_request_body_size - 1
+            message = f"the body is larger than max_body_bytes, {limit} bytes; send less at once"
         body = json.dumps(error_body(error.code, message, code=default_code(error.code))).encode()
         self.status = f"{error.code} {error.reason}"
         self.response_headers = [*self.response_headers, ("Content-Type", "application/json")]

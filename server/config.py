@@ -51,7 +51,7 @@ class ServerConfig:
         group=_SERVICE,
     )
     max_body_bytes: int = setting(
-        8 << 20,
+        2 << 20,
         "Largest request body. A larger one is refused with status 413 before it is read.",
         group=_SERVICE,
         unit="bytes",

@@ -5,6 +5,7 @@ Python's ``bool`` is an ``int`` and its ``json`` accepts NaN; neither passes her
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import sys
@@ -13,7 +14,9 @@ from typing import Any
 from device.errors import RequestRejected
 from server.errors import shorten
 
-_ABSENT = object()
+MAX_IDS = 1 << 19
+"""Token ids in one array: more than any context, few enough that no single pass over them keeps /health waiting."""
+_LARGE_BODY = 1 << 18
 
 
 def bad(param: str | None, message: str, code: str | None = None) -> RequestRejected:
@@ -24,7 +27,7 @@ def bad(param: str | None, message: str, code: str | None = None) -> RequestReje
 def parse_object(body: bytes) -> dict[str, Any]:
     """The JSON object in a request body. RequestRejected (400) for anything else."""
     try:
-        value = json.loads(body.decode("utf-8"))
+        value = _loads(body.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise bad(None, f"the body is not UTF-8: byte {error.start} cannot be decoded; send JSON in UTF-8") from None
     except RecursionError:
@@ -34,6 +37,24 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise bad(None, f"the body must be a JSON object, not {type_name(value)}")
     return value
+
+
+def _loads(text: str) -> Any:
+    """``json.loads`` without NaN and Infinity, and for a large body without the collector.
+
+    A body of a million empty arrays would be walked again and again while it grows, all other threads waiting.
+    """
+    if len(text) < _LARGE_BODY or not gc.isenabled():
+        return json.loads(text, parse_constant=_refuse_constant)
+    gc.disable()
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    finally:
+        gc.enable()
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON value")
 
 
 def type_name(value: Any) -> str:
@@ -102,9 +123,11 @@ class Fields:
             raise self.refuse(name, f"must be an object, not {type_name(value)}")
         return value
 
-    def token_ids(self, name: str) -> tuple[int, ...]:
-        """A list of token ids; whether the model has them is the engine's to say."""
+    def token_ids(self, name: str, most: int | None = None) -> tuple[int, ...]:
+        """A list of (at most ``most``) token ids; whether the model has them is the engine's to say."""
         value = self.values.get(name)
+        if most is not None and isinstance(value, list) and len(value) > most:
+            raise self.refuse(name, f"may hold at most {most} token ids, not {len(value)}")
         return () if value is None else check_ids(value, self.prefix + name)
 
 
@@ -136,6 +159,8 @@ def check_ids(value: Any, param: str) -> tuple[int, ...]:
     """``value`` as token ids: a list of integers that fit 32 bits (so that an array can hold them); 400 otherwise."""
     if not isinstance(value, list):
         raise bad(param, f"{param} must be an array of token ids, not {type_name(value)}")
+    if len(value) > MAX_IDS:
+        raise bad(param, f"{param} may hold at most {MAX_IDS} token ids, not {len(value)}")
     for item in value:
         # type() and not isinstance(): a prompt has thousands of ids, and True is an int.
         if type(item) is not int or not -(2**31) <= item < 2**31:

@@ -31,6 +31,7 @@ MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_PROMPTS = 2048
 """Prompts of a request, times n."""
+MAX_STOP_IDS = 4096
 ROLES = ("system", "developer", "user", "assistant")
 
 _LOGIT_KEY = re.compile(r"-?(0|[1-9][0-9]{0,9})")
@@ -71,6 +72,20 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _HINTS = {
     "prompt_logprobs": "use echo with logprobs on /v1/completions",
     "truncate_prompt_tokens": "shorten the prompt before sending it",
+}
+
+# Fields of the other endpoint: whoever sends one expects it to work here. Values as above.
+_ONLY_CHAT: dict[str, tuple[Any, ...]] = {
+    "max_completion_tokens": (),
+    "top_logprobs": (0,),
+    "chat_template_kwargs": ({},),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
+_ONLY_COMPLETIONS: dict[str, tuple[Any, ...]] = {
+    "echo": (False,),
+    "best_of": (1,),
+    "add_special_tokens": (),
 }
 
 
@@ -141,6 +156,7 @@ def parse_chat(values: dict[str, Any], *, allow_extra: bool = False) -> ChatBody
     """The body of ``/v1/chat/completions``. RequestRejected (400) with ``param`` for whatever is wrong."""
     fields = Fields(values)
     _refuse_unsupported(fields)
+    _refuse(fields, _ONLY_COMPLETIONS, "is a field of /v1/completions, not of chat; leave it out")
     _check_response_format(fields)
     conversation = _conversation(fields)
     wanted = fields.boolean("logprobs")
@@ -155,6 +171,7 @@ def parse_completion(values: dict[str, Any], *, allow_extra: bool = False) -> Co
     """The body of ``/v1/completions``. RequestRejected (400) with ``param`` for whatever is wrong."""
     fields = Fields(values)
     _refuse_unsupported(fields)
+    _refuse(fields, _ONLY_CHAT, "is a field of /v1/chat/completions, not of this endpoint; leave it out")
     _check_response_format(fields)
     prompts = _prompts(fields.raw("prompt"))
     echo = fields.boolean("echo")
@@ -237,7 +254,7 @@ def _sampling(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         stop=_stops(fields),
-        stop_token_ids=fields.token_ids("stop_token_ids"),
+        stop_token_ids=fields.token_ids("stop_token_ids", MAX_STOP_IDS),
         min_tokens=fields.integer("min_tokens", 0, None, 0) or 0,
         ignore_eos=fields.boolean("ignore_eos"),
     )
@@ -358,12 +375,16 @@ def _content(value: Any, where: str) -> str:
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    for name, neutral in _UNSUPPORTED.items():
+    _refuse(fields, _UNSUPPORTED, "is not supported; {hint}")
+
+
+def _refuse(fields: Fields, names: dict[str, tuple[Any, ...]], message: str) -> None:
+    """400 for the first of ``names`` that has another value than the neutral ones."""
+    for name, neutral in names.items():
         value = fields.raw(name)
         if value is None or any(value == n and type(value) is type(n) for n in neutral):
             continue
-        hint = _HINTS.get(name, "leave it out")
-        raise fields.refuse(name, f"is not supported; {hint}")
+        raise fields.refuse(name, message.format(hint=_HINTS.get(name, "leave it out")))
 
 
 def _check_response_format(fields: Fields) -> None:

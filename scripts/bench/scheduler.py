@@ -80,7 +80,6 @@ def make(sequences: int, device: CpuDevice, queued: int) -> Engine:
         max_num_seqs=sequences,
         max_num_batched_tokens=max(512, sequences),
         kv_blocks=sequences * (length // 16),
-        max_queue=queued + sequences,
     )
     engine = make_engine(_NoModel(device, 49152, 2), device, config, length, eos_ids=[2])
     engine.start(thread=False)
@@ -92,7 +91,7 @@ def make(sequences: int, device: CpuDevice, queued: int) -> Engine:
             if i % 2
             else SamplingParams(temperature=0.8, top_p=0.95, seed=i, max_tokens=3900)
         )
-        engine.submit(GenerationRequest(prompt, params))
+        engine.submit(GenerationRequest(prompt, params), queue_limit=False)
     while len(engine.scheduler.running) < sequences or any(s.computed < PROMPT for s in engine.scheduler.running):
         engine.step()
     return engine

@@ -64,7 +64,8 @@ def schema(value: Any) -> dict[str, Any]:
     ({"messages": []}, "messages"), ({"messages": "hi"}, "messages"), ({"messages": None}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"), ({"temperature": -0.1}, "temperature"),
     ({"temperature": 2.1}, "temperature"), ({"temperature": "0.5"}, "temperature"),
-    ({"temperature": float("nan")}, "temperature"), ({"top_p": 1.5}, "top_p"), ({"top_p": -0.1}, "top_p"),
+    ({"temperature": "warm"}, "temperature"), ({"temperature": float("nan")}, None), ({"top_p": 1.5}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"n": 0}, "n"), ({"n": 129}, "n"), ({"max_tokens": -1}, "max_tokens"), ({"stop": ["a"] * 5}, "stop"),
     ({"stop": [""]}, "stop"), ({"stop": ""}, "stop"),
     (schema({"type": "json_schema", "schema": {}}), "response_format"), (schema({}), "response_format"),
@@ -157,7 +158,9 @@ def test_a_chunked_body_is_cut_at_the_limit(service: Running) -> None:
 def test_the_largest_body_that_fits(service: Running) -> None:
     body = json.dumps({"messages": USER, "extra": say("ok")}).encode()
     assert service.call("POST", CHAT, body + b" " * (LIMIT - len(body)))[0] == 200
-    refused(service.call("POST", CHAT, body + b" " * (LIMIT + 1 - len(body))), 413, None)
+    reply = service.call("POST", CHAT, body + b" " * (LIMIT + 1 - len(body)))
+    refused(reply, 413, None)
+    assert f"max_body_bytes, {LIMIT} bytes" in reply[2].decode()
 
 
 @pytest.mark.parametrize("line", ["Content-Length: x", "Content-Length: -1", "bad header", "Transfer-Encoding: gzip"])

@@ -124,6 +124,17 @@ def test_a_chunk_leaves_room_for_others() -> None:
     assert [n for _, n in _items(world.step())] == [4, 4, 2]
 
 
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    """Half of a step's tokens go to who came later; what nobody else wants the long one gets."""
+    world = World(200, 8, limits(max_tokens=128, chunk=128, max_len=600))
+    long = world.submit([0] * 500, 2)
+    assert [n for _, n in _items(world.step())] == [128]
+    short = world.submit([1] * 60, 4)
+    assert [(s.id, n) for s, n in _items(world.step())] == [(long.id, 64), (short.id, 60)]
+    assert len(short.output) == 1
+    assert [(s.id, n) for s, n in _items(world.step())] == [(long.id, 127), (short.id, 1)]
+
+
 def test_rows_are_a_budget_of_their_own() -> None:
     """Who gets no row computes all but the last token of a prompt, or waits for the next step."""
     world = World(40, 4, limits(max_rows=1))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from device.errors import RequestRejected
 from server.errors import body_of, error_body
-from server.fields import parse_object
+from server.fields import MAX_IDS, parse_object
 from server.protocol import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from server.responses import dumps
 
@@ -70,6 +70,7 @@ def test_unknown_fields_are_ignored() -> None:
     ("tools", [], [{"type": "function"}]), ("tool_choice", "none", "required"), ("audio", None, {"voice": "x"}),
     ("modalities", ["text"], ["text", "audio"]), ("suffix", "", "end"), ("guided_json", None, {}),
     ("use_beam_search", False, True), ("logits_processors", [], ["x"]), ("prompt_logprobs", None, 1),
+    ("echo", False, True), ("best_of", 1, 2), ("add_special_tokens", None, True),
 ])  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(field: str, neutral: Any, asked: Any) -> None:
     chat(**{field: neutral})
@@ -83,6 +84,18 @@ def test_top_p_zero_leaves_the_likeliest_token() -> None:
     assert params.top_k == 1 and params.top_p == 1.0
 
 
+@pytest.mark.parametrize(("field", "neutral", "asked"), [
+    ("max_completion_tokens", None, 5), ("top_logprobs", 0, 2),
+    ("chat_template_kwargs", {}, {"a": 1}), ("add_generation_prompt", True, False),
+])  # fmt: skip
+def test_a_field_of_chat_is_refused_by_completions(field: str, neutral: Any, asked: Any) -> None:
+    """It would do nothing, and the answer would be another than the one asked for."""
+    completion(**{field: neutral})
+    with pytest.raises(RequestRejected, match="chat") as caught:
+        completion(**{field: asked})
+    assert caught.value.param == field and caught.value.status == 400
+
+
 @pytest.mark.parametrize(("fields", "param"), [
     ({"temperature": True}, "temperature"), ({"temperature": float("inf")}, "temperature"),
     ({"temperature": 10**400}, "temperature"), ({"min_p": 1.1}, "min_p"), ({"top_k": -2}, "top_k"),
@@ -94,7 +107,8 @@ def test_top_p_zero_leaves_the_likeliest_token() -> None:
     ({"logit_bias": {"1": "1"}}, "logit_bias"), ({"logit_bias": [1]}, "logit_bias"),
     ({"logit_bias": {"\u0663": 1}}, "logit_bias"), ({"stop": 5}, "stop"), ({"stop": ["a", None]}, "stop"),
     ({"stop": "\ud800"}, "stop"), ({"stop": "x" * 2000}, "stop"), ({"stop_token_ids": [True]}, "stop_token_ids"),
-    ({"stop_token_ids": [2**40]}, "stop_token_ids"), ({"stream": "yes"}, "stream"), ({"stream": 1}, "stream"),
+    ({"stop_token_ids": [2**40]}, "stop_token_ids"), ({"stop_token_ids": [1] * 5000}, "stop_token_ids"),
+    ({"stream": "yes"}, "stream"), ({"stream": 1}, "stream"),
     ({"stream": True, "stream_options": 3}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"logprobs": 1}, "logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -123,7 +137,8 @@ def test_bad_chat_fields(fields: dict[str, Any], param: str) -> None:
     ({"prompt": None}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": {}}, "prompt"), ({"prompt": 5}, "prompt"),
     ({"prompt": ["a", 1]}, "prompt"), ({"prompt": [1, "a"]}, "prompt"), ({"prompt": [1.5]}, "prompt"),
     ({"prompt": [True]}, "prompt"), ({"prompt": [[1], []]}, "prompt"), ({"prompt": ["a", ""]}, "prompt"),
-    ({"prompt": [[1], "a"]}, "prompt"), ({"prompt": [[[1]]]}, "prompt"), ({"prompt": ["a"] * 3000}, "prompt"),
+    ({"prompt": [[1], "a"]}, "prompt"), ({"prompt": [1] * (MAX_IDS + 1)}, "prompt"),
+    ({"prompt": [[[1]]]}, "prompt"), ({"prompt": ["a"] * 3000}, "prompt"),
     ({"echo": "x"}, "echo"), ({"logprobs": True}, "logprobs"), ({"logprobs": 21}, "logprobs"),
     ({"best_of": 2}, "best_of"), ({"n": 2, "best_of": 1}, "best_of"), ({"max_tokens": -1}, "max_tokens"),
 ])  # fmt: skip
@@ -172,7 +187,10 @@ def test_error_bodies_stay_small(char: str) -> None:
     assert error_body(400, "")["error"]["message"]
 
 
-@pytest.mark.parametrize("body", [b"", b"\xff{}", b"[" * 100_000, b"1" * 10_000, b'"x"', b"null", b"{'a': 1}"])
+@pytest.mark.parametrize("body", [
+    b"", b"\xff{}", b"[" * 100_000, b"1" * 10_000, b'"x"', b"null", b"{'a': 1}",
+    b'{"unread": NaN}', b'{"a": [Infinity]}', b'{"a": -Infinity}', b'{"a": [' + b" " * 300_000 + b"NaN]}",
+])  # fmt: skip
 def test_bodies_that_are_no_json_object(body: bytes) -> None:
     with pytest.raises(RequestRejected) as caught:
         parse_object(body)
