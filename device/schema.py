@@ -117,7 +117,10 @@ class Setting:
 
     def parse(self, text: str) -> Any:
         """The value that ``text`` (environment, command line) means. ValueError with ``expected`` otherwise.
-        Empty text unsets an optional setting."""
+        Empty text unsets an optional setting, but for a secret: there it is a variable that somebody forgot to set,
+        and none would be a lock left open."""
+        if self.secret and not text:
+            raise ValueError("it is empty; leave it out if there is to be none")
         if self.kind == "str":
             if self.optional and not text:
                 return None

@@ -164,11 +164,20 @@ Layer = dict[str, tuple[Any, Source]]
 
 
 def _read_file(settings: Sequence[Setting], given: Path | str | None, environ: Mapping[str, str], cwd: Path) -> Layer:
+    if given == "":
+        raise ConfigError("command line --config '': it is empty; expected the path of a file")
     asked = given or environ.get("JUMAR_CONFIG") or None
     path = cwd / (asked or DEFAULT_FILE)
-    if asked is None and not path.is_file():
+    if asked is None and not os.path.lexists(path):
         return {}
     shown = str(asked or DEFAULT_FILE)
+    if path.is_symlink() and not path.exists():
+        raise ConfigError(
+            f"{shown}: the configuration file cannot be read: it is a link to {os.readlink(path)}, which "
+            "cannot be found"
+        )
+    if asked is None and not path.is_file():  # a folder; or a pipe, at which one would wait
+        raise ConfigError(f"{shown}: the configuration file cannot be read: it is no regular file")
     try:
         text = path.read_text(encoding="utf-8-sig")  # Windows editors put a byte order mark in front
     except (OSError, UnicodeDecodeError) as error:
@@ -295,7 +304,7 @@ def _at_line(shown: str, text: str, key: str) -> str:
 
 
 def _masked(item: Setting, value: Any) -> str:
-    return "'********'" if item.secret else repr(value)
+    return "'********'" if item.secret and value else repr(value)
 
 
 def _one_line(text: str) -> str:

@@ -121,10 +121,13 @@ def test_loopback_wants_none(host: str) -> None:
 
 
 def test_keys_that_are_none(tmp_path: Path) -> None:
-    """An empty variable, as container files pass it, is no key; a key of spaces would lock everybody out."""
-    assert load(tmp_path, {"JUMAR_API_KEY": ""}).of(ServerConfig).api_key is None
-    with pytest.raises(ConfigError, match="JUMAR_API_KEY"):
-        load(tmp_path, {"JUMAR_API_KEY": ""}, host="0.0.0.0")
+    """An empty one is a variable that somebody forgot to fill: no lock where one was wanted. A key of spaces would
+    lock everybody out."""
+    for host in ("127.0.0.1", "0.0.0.0"):
+        with pytest.raises(ConfigError, match="environment JUMAR_API_KEY='': it is empty"):
+            load(tmp_path, {"JUMAR_API_KEY": ""}, host=host)
+        with pytest.raises(ConfigError, match="command line --api-key '': it is empty"):
+            load(tmp_path, api_key="", host=host)
     for key in (" ", "abc ", "schlüssel", ""):
         with pytest.raises(InvalidSetting, match="ASCII") as caught:
             ServerConfig(api_key=key)

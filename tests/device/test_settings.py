@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -153,6 +154,22 @@ def test_which_file_is_read(tmp_path: Path) -> None:
         resolve((Net,), config_file="missing.toml", environ={}, cwd=tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["folder", "link to nothing", "link to itself", "link to a folder", "pipe"])
+def test_whatever_has_the_name_of_the_file_is_never_passed_over(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "jumar.toml"
+    if kind == "folder":
+        file.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to({"link to nothing": "gone.toml", "link to itself": "jumar.toml"}.get(kind, "."))
+    said = error(tmp_path)
+    assert said.startswith("jumar.toml: the configuration file cannot be read: ")
+    assert ("gone.toml" in said) == (kind == "link to nothing")
+    with pytest.raises(ConfigError, match="--config '': it is empty"):
+        resolve((Net,), config_file="", environ={}, cwd=tmp_path)
+
+
 def test_a_file_from_a_windows_editor(tmp_path: Path) -> None:
     (tmp_path / "jumar.toml").write_bytes(b'\xef\xbb\xbfport = 83\r\nhost = "h"\r\n')
     assert load(tmp_path).of(Net) == Net(port=83, host="h")
@@ -244,6 +261,12 @@ def test_a_service_in_kubernetes_that_is_called_jumar(tmp_path: Path) -> None:
         assert "enableServiceLinks" in error(tmp_path, env=env)
 
 
+def test_an_empty_secret_is_a_mistake_and_not_none(tmp_path: Path) -> None:
+    assert error(tmp_path, env={"JUMAR_KEY": ""}).startswith("environment JUMAR_KEY='': it is empty; leave it out")
+    assert error(tmp_path, "", {"JUMAR_KEY": "k"}, key="").startswith("command line --key '': it is empty")
+    assert load(tmp_path).of(Net).key is None
+
+
 def test_secrets_are_never_shown(tmp_path: Path) -> None:
     said = error(tmp_path, env={"JUMAR_KEY": "s3cret\udcff"}) + error(tmp_path, "key = 12345")
     assert "s3cret" not in said and "12345" not in said and said.count("********") == 2
@@ -283,7 +306,7 @@ def test_lists_optionals_and_bools(tmp_path: Path) -> None:
     assert load(tmp_path, 'names = ["a", "b,c"]').of(Net).names == ("a", "b,c")
     assert load(tmp_path, "", {"JUMAR_NAMES": " a, b ,"}).of(Net).names == ("a", "b")
     assert load(tmp_path, "", names=("x",)).of(Net).names == ("x",)
-    assert load(tmp_path, 'key = "k"', {"JUMAR_KEY": ""}).of(Net).key is None
+    assert load(tmp_path, 'profile = "big"', {"JUMAR_PROFILE": ""}).of(Work).profile is None
     assert load(tmp_path, "", {"JUMAR_HOST": ""}).of(Net).host == ""
     for word in ("TRUE", "1", "yes", "on"):
         assert load(tmp_path, "", {"JUMAR_STRICT": word}).of(Work).strict is True
