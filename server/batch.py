@@ -10,6 +10,7 @@ cannot be served is a line with ``error`` and the HTTP status it would have had.
 from __future__ import annotations
 
 import json
+import sys
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from runtime.engine import Engine
 
 MAX_WORKERS = 64
+_BEGIN = b'{"id"'
+"""Of every answer."""
 
 
 @dataclass(slots=True)
@@ -63,9 +66,23 @@ class Line:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The requests of a file; blank lines are none."""
-    raw = path.read_bytes().splitlines()
+    """The requests of a file or pipe, of standard input where it is ``-``; blank lines are none."""
+    raw = (sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()).splitlines()
     return [Line.read(number, text) for number, text in enumerate(raw, 1) if text.strip()]
+
+
+def check_files(source: Path, output: Path) -> None:
+    """What can be known to fail before a model is loaded. ConfigError."""
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: there is no folder {output.parent}; make it first")
+    if not output.exists():
+        return
+    if not output.is_file():
+        raise ConfigError(
+            f"--output {output} is no regular file: it is read back when a run is gone on with; name another"
+        )
+    if str(source) != "-" and output.samefile(source):
+        raise ConfigError(f"--input and --output are the same file, {output}; name another --output")
 
 
 def resume(path: Path, lines: list[Line]) -> int:
@@ -81,7 +98,7 @@ def resume(path: Path, lines: list[Line]) -> int:
         for raw in file:
             answer = _complete(raw)
             if answer is None:
-                if file.read(1):
+                if file.read(1) or not _torn(raw):
                     raise ConfigError(
                         f"{path} line {done + 1} is no answer; move the file away or name another --output"
                     )
@@ -95,6 +112,11 @@ def resume(path: Path, lines: list[Line]) -> int:
             whole += len(raw)
         file.truncate(whole)
     return done
+
+
+def _torn(raw: bytes) -> bool:
+    """Whether a last line is the beginning of an answer: what else a file ends with is not ours to cut off."""
+    return not raw.endswith(b"\n") and raw[: len(_BEGIN)] == _BEGIN[: len(raw)]
 
 
 def _complete(raw: bytes) -> dict[str, Any] | None:

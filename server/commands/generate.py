@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 @click.argument("model", required=False)
 @click.argument("prompt_text", metavar="[PROMPT]", required=False)
 @click.option("--prompt", default=None, help="Text to continue; - reads it from standard input.")
-@click.option("--input", "input_file", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="File of requests, one OpenAI batch line each.")  # fmt: skip
+@click.option("--input", "input_file", help="File of requests, one OpenAI batch line each; - is stdin.",
+              type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path))  # fmt: skip
 @click.option("--output", "output_file", type=click.Path(dir_okay=False, path_type=Path),
               help="File that the answers are appended to, in order.")  # fmt: skip
 @click.option("--temperature", type=float, default=0.7, show_default=True, help="0 always takes the likeliest token.")
@@ -70,6 +70,10 @@ def generate(
         raise click.UsageError("--input and --output go together")
     if (prompt is None) == (input_file is None):
         raise click.UsageError('give a prompt or a file: jumar generate MODEL "text", or --input FILE --output FILE')
+    if input_file is not None and output_file is not None:
+        from server.batch import check_files
+
+        check_files(input_file, output_file)
     if prompt == "-":
         prompt = sys.stdin.read()
     if served_model_name is not None:

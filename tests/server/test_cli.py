@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -206,11 +207,43 @@ def test_a_file_of_other_answers_is_not_touched(tmp_path: Path) -> None:
         '{"custom_id": "x", "response": {}}\n',
         '{"custom_id": "a", "response": {}}\n{"custom_id": "b", "response": {}}\n{"custom_id": "c", "response": {}}\n',
         "my notes\nand more\n",
+        "my notes, one line\n",
+        "my notes",
+        line("a") + "\n",
+        line("a"),
     ):
         output.write_text(other)
         done = jumar("generate", *TINY, "--input", str(requests), "--output", str(output))
         assert done.exit_code == 1 and "--output" in done.stderr
         assert output.read_text() == other
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "standard input"])
+def test_requests_may_come_through_a_pipe(tmp_path: Path, kind: str) -> None:
+    text = line("a") + "\n" + line("b") + "\n"
+    source = "-"
+    if kind == "a pipe":
+        source = str(tmp_path / "pipe")
+        os.mkfifo(source)
+        threading.Thread(target=lambda: Path(source).write_text(text), daemon=True).start()
+    done = jumar("generate", *TINY, "--input", source, "--output", str(tmp_path / "out"), stdin=text)
+    assert done.exit_code == 0, done.output
+    assert [a["custom_id"] for a in answers(tmp_path / "out")] == ["a", "b"]
+
+
+@pytest.mark.parametrize("kind", ["the input", "a link to the input", "a pipe", "/dev/null", "in no folder"])
+def test_an_output_that_cannot_be_gone_on_with_is_refused_before_a_model_is_loaded(tmp_path: Path, kind: str) -> None:
+    requests, output = tmp_path / "in", tmp_path / "out"
+    requests.write_text(line("a"))
+    if kind == "a pipe":
+        os.mkfifo(output)
+    elif kind == "a link to the input":
+        output.symlink_to(requests)
+    else:
+        output = {"the input": requests, "in no folder": tmp_path / "no" / "out"}.get(kind, Path(kind))
+    done = jumar("generate", "/no/such/model", "--input", str(requests), "--output", str(output))
+    assert done.exit_code == 1 and len(done.stderr.splitlines()) == 1 and "--output" in done.stderr
+    assert requests.read_text() == line("a")
 
 
 def test_more_choices_at_once_than_the_queue_holds(tmp_path: Path) -> None:
