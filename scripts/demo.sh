@@ -26,7 +26,11 @@ while [ $# -gt 0 ]; do
     case $1 in
     --once) args+=(--once) ;;
     --port)
-        [ $# -ge 2 ] || die "--port needs a number"
+        # Before anything is set up: a typing error should not wait for downloads.
+        case ${2:-} in
+        '' | *[!0-9]* | ??????*) die "--port ${2:-(nothing)}: expected a number from 1 to 65535" ;;
+        esac
+        [ "$2" -ge 1 ] && [ "$2" -le 65535 ] || die "--port $2: expected a number from 1 to 65535"
         args+=(--port "$2")
         shift
         ;;

@@ -4,6 +4,21 @@
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+case ${1:-} in
+'') ;;
+-h | --help)
+    cat <<'TEXT'
+usage: scripts/lint.sh
+
+Every check that needs no test run, on the whole checkout: ruff, mypy, shellcheck, clang-format. They are installed into
+.venv when they are not there. To mend what can be mended: .venv/bin/ruff check --fix, .venv/bin/ruff format.
+TEXT
+    exit 0
+    ;;
+*) die "unknown argument $1: it always checks the whole checkout" "scripts/lint.sh --help says more" ;;
+esac
+
 cd "$ROOT"
 env_prepare "$ROOT/.venv"
 env_dev "$ROOT/.venv"

@@ -19,6 +19,7 @@ downloaded the first time, the model included.
   --long       more examples in each property test
 
 What follows is given to pytest, paths relative to the checkout: scripts/test.sh tests/runtime -k prefix
+An option of pytest that begins with two dashes comes after a path or after --: scripts/test.sh -- --lf
 JUMAR_PYTHON=/path/to/python chooses the Python. pip's settings (PIP_INDEX_URL, PIP_FIND_LINKS, PIP_NO_INDEX,
 pip.conf, ...) say where packages come from.
 TEXT
@@ -38,6 +39,7 @@ while [ $# -gt 0 ]; do
         shift
         break
         ;;
+    --*) die "unknown option $1" "scripts/test.sh --help lists them; one of pytest's comes after --" ;;
     *) break ;;
     esac
     shift
