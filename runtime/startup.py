@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 Notice = Callable[[str], None]
 Progress = Callable[[int, int], None]
 _MIB = 1 << 20
+_COLUMNS = 100
 _BYTES_PER_TOKEN = 24
 """Of a step's inputs: id, position and slot, four bytes each, in both buffers."""
 
@@ -198,11 +200,12 @@ def load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
 
 
 def _op_lines(device: Device) -> list[str]:
-    """The op table, ops of the same implementation on one line; portable stand-ins are named as such."""
+    """The op table, ops of the same implementation together; portable stand-ins are named as such."""
     groups: dict[str, list[str]] = {}
     for op, label, note in device.report.ops:
         groups.setdefault(f"{label} ({note})" if note else label, []).append(op)
-    return [f"ops by {label}: {', '.join(ops)}" for label, ops in groups.items()]
+    texts = (f"ops by {label}: {', '.join(ops)}" for label, ops in groups.items())
+    return ["\n".join(textwrap.wrap(text, _COLUMNS, subsequent_indent="    ")) for text in texts]
 
 
 def _planned_kv(config: ModelConfig, dtype: str) -> KVSpec:

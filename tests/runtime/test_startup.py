@@ -246,6 +246,15 @@ def test_start_up_says_what_was_chosen_and_why(closing: list[Engine], monkeypatc
     assert engine.state == "new" and engine.max_model_len == 128 and engine.model_id == "tiny"
 
 
+def test_the_table_of_ops_is_complete_and_its_lines_are_short(closing: list[Engine]) -> None:
+    engine, said = built(closing)
+    start = said.index("ops by ")
+    table = said[start : said.index("free before loading")]
+    assert max(map(len, table.splitlines())) <= 100
+    words = set(table.replace(",", " ").split())
+    assert words >= {op for op, _, _ in engine.device.report.ops}
+
+
 def test_a_named_device_is_never_replaced(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setattr(startup, "select", lambda config: select(config, Survey(machine(tmp_path))))
     with pytest.raises(DeviceError, match="device cuda was asked for and cannot be used"):
