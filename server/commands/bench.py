@@ -21,6 +21,7 @@ from server.commands.options import (
     chosen_model,
     load,
     resolve_settings,
+    say,
     teller,
     with_settings,
 )
@@ -55,6 +56,7 @@ def bench(model: str | None, json_file: Path | None, repeat: int, tokens: int, v
     --repeat runs, and how far they lie apart (largest less smallest, over the median).
     """
     resolved = resolve_settings(options, chosen_model(options, model))
+    say(f"loading {resolved.values['model']}")
     started = time.monotonic()
     engine = load(resolved, teller(verbose))
     loaded = time.monotonic() - started
@@ -108,7 +110,10 @@ def measure(engine: Engine, repeat: int, tokens: int) -> list[dict[str, Any]]:
         (f"batch{STREAMS}", batch, "tokens/s"),
     ]
     run(engine, [prompt(short)], 2)  # the first step pays for what later ones find ready
-    rows = [_row(name, [job() for _ in range(repeat)], unit) for name, job, unit in jobs]
+    rows = []
+    for number, (name, job, unit) in enumerate(jobs, 1):
+        say(f"measuring {name} ({number} of {len(jobs)}), {repeat} time(s)")
+        rows.append(_row(name, [job() for _ in range(repeat)], unit))
     return [*rows, _row("memory", [_peak_memory() / (1 << 20)], "MiB")]
 
 

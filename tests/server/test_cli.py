@@ -280,6 +280,10 @@ def test_chat_says_what_is_not_possible_and_goes_on() -> None:
 def test_bench_prints_and_writes_rows(tmp_path: Path) -> None:
     done = jumar("bench", *TINY, "--repeat", "2", "--tokens", "4", "--json", str(tmp_path / "rows.json"))
     assert done.exit_code == 0, done.output
+    assert [text.split(",")[0] for text in done.stderr.splitlines()] == [
+        f"loading {TINY[0]}", "measuring prefill255 (1 of 4)", "measuring first_token (2 of 4)",
+        "measuring decode (3 of 4)", "measuring batch16 (4 of 4)",
+    ]  # fmt: skip
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["metric"] for row in rows] == [
         f"{name}:tiny" for name in ("load", "prefill255", "first_token", "decode", "batch16", "memory")
