@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from device.contract import Device, KVSpec
 from device.dtypes import decode, encode
 from device.ops import OPS
-from device.weights import CanonicalWeight
+from device.weights import Activation, CanonicalWeight
 
 Rng = np.random.Generator
 Values = NDArray[Any]
@@ -35,6 +36,8 @@ class Profile:
     reserved: int = 1
     tree: bool = True
     max_seqs: int = 8
+    input_of: Callable[[CanonicalWeight], Activation] = attrgetter("activation")
+    """``Device.input_of``."""
 
     @classmethod
     def of(cls, device: Device) -> Profile:
@@ -42,7 +45,8 @@ class Profile:
         caps = device.caps
         sizes = caps.block_sizes[:2] + ((5,) if caps.any_block_size else ())
         most = 8 if caps.max_seqs is None else min(8, caps.max_seqs)
-        return cls(device.dtype, caps.kv_dtypes, sizes, caps.reserved_blocks, caps.tree_attention, most)
+        limits = caps.reserved_blocks, caps.tree_attention, most
+        return cls(device.dtype, caps.kv_dtypes, sizes, *limits, input_of=device.input_of)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -363,12 +367,18 @@ def clear_of_ties(values: Values, dtype: str, step: float) -> Values:
     return np.where(np.abs(np.abs(at - np.trunc(at)) - 0.5) < 0.01, 0.0, x)
 
 
-def clear_rows(values: Values, dtype: str) -> Values:
-    """``clear_of_ties`` for a symmetric int8 quantisation along the last dimension, where max|x| is 127 steps."""
+def clear_rows(values: Values, dtype: str, group: int = 0, perm: NDArray[np.int32] | None = None) -> Values:
+    """``clear_of_ties`` for a symmetric int8 quantisation along the last dimension, where max|x| is 127 steps; by
+    groups of columns in the order of ``perm`` where ``group`` is given."""
     x = rounded(values, dtype)
-    step = np.abs(x).max(axis=-1, keepdims=True) / 127
-    at = x / np.where(step == 0, 1, step)
-    return np.where(np.abs(np.abs(at - np.trunc(at)) - 0.5) < 0.01, 0.0, x)
+    order = np.arange(x.shape[-1]) if perm is None else perm
+    size = group or x.shape[-1]
+    for start in range(0, x.shape[-1], size):
+        part = order[start : start + size]
+        step = np.abs(x[..., part]).max(axis=-1, keepdims=True) / 127
+        at = x[..., part] / np.where(step == 0, 1, step)
+        x[..., part] = np.where(np.abs(np.abs(at - np.trunc(at)) - 0.5) < 0.01, 0.0, x[..., part])
+    return x
 
 
 # ---------------------------------------------------------------- all generators

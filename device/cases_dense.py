@@ -26,6 +26,7 @@ from device.dtypes import encode
 from device.weights import NO_ACTIVATION, Activation, CanonicalWeight, pack_nibbles
 
 DYNAMIC = Activation("dynamic")
+GROUPS = Activation("dynamic", group=32)
 STATIC = Activation("static", scale=0.0317, zero=-5)
 
 # (rows, hidden): one row, few, more than a vector or a tile holds, sizes that no tile divides.
@@ -80,8 +81,8 @@ def weight_variants(rng: Rng, n: int) -> Iterator[tuple[str, tuple[CanonicalWeig
             yield f"{dtype} g{group or 'K'}{' offset' if w.offset is not None else ''}", (w,)
     yield "int4 g32 perm", (integer_weights(rng, n, 128, "int4", 32, perm=True),)
     yield "uint4 g64 perm", (integer_weights(rng, n, 128, "uint4", 64, perm=True),)
-    for activation in (DYNAMIC, STATIC):
-        kind = activation.kind
+    for activation in (DYNAMIC, STATIC, GROUPS):
+        kind = f"{activation.kind} groups" if activation.group else activation.kind
         yield f"int8 gK {kind}", (integer_weights(rng, n, 192, "int8", 0, activation=activation),)
         yield f"int4 g32 {kind}", (integer_weights(rng, n, 128, "int4", 32, activation=activation),)
     yield (
@@ -99,14 +100,15 @@ def weight_variants(rng: Rng, n: int) -> Iterator[tuple[str, tuple[CanonicalWeig
     )
 
 
-def _input(rng: Rng, rows: int, parts: tuple[CanonicalWeight, ...], dtype: str) -> Values:
-    """An input [rows, K] whose quantised form, where a weight asks for one, does not hang on the last bit."""
+def _input(rng: Rng, rows: int, parts: tuple[CanonicalWeight, ...], profile: Profile) -> Values:
+    """An input [rows, K] whose quantised form, where there is one, does not hang on the last bit."""
     x = _normal(rng, rows, parts[0].shape[1])
-    kinds = {p.activation.kind for p in parts}
-    if "dynamic" in kinds and rows:
-        x = clear_rows(x, dtype)
-    if "static" in kinds:
-        x = clear_of_ties(x, dtype, STATIC.scale)
+    for part in parts if rows else ():
+        given = profile.input_of(part)
+        if given.kind == "dynamic":
+            x = clear_rows(x, profile.dtype, given.group, part.perm if given.group else None)
+        elif given.kind == "static":
+            x = clear_of_ties(x, profile.dtype, STATIC.scale)
     return x
 
 
@@ -120,7 +122,7 @@ def linear(rng: Rng, profile: Profile) -> Iterator[Case]:
         n, k = sum(p.shape[0] for p in parts), parts[0].shape[1]
         bias = real(_normal(rng, n)) if i % 3 == 1 else None
         out = "float32" if i % 4 == 3 else None
-        x = act(_input(rng, rows, parts, profile.dtype))
+        x = act(_input(rng, rows, parts, profile))
         args: dict[str, Any] = {"x": x, "w": Weights(parts), "bias": bias, "out": out}
         yield Case("linear", f"{rows}x{k}->{n} {name}", args, strided=i % 5 == 2, bounds={"depth": k})
     for rows, n, k in ((1, 131, 64), (3, 1000, 32), (130, 40, 48), (0, 24, 64)):
@@ -139,7 +141,7 @@ def pack_weight(rng: Rng, profile: Profile) -> Iterator[Case]:
             "pack_weight",
             f"{n}x{k} tied {name}",
             {"weights": Weights(parts, frozenset({"linear", "embed"}))},
-            {"ids": i32(rng.permutation(n), "T", -1), "x": act(_normal(rng, 3, k), "R")},
+            {"ids": i32(rng.permutation(n), "T", -1), "x": act(_input(rng, 3, parts, profile), "R")},
             rows=None,
             bounds={"depth": k},
         )
@@ -254,9 +256,9 @@ def _collective(op: str) -> Generator:
     return make
 
 
-def _step(values: Values, parts: tuple[CanonicalWeight, ...]) -> float:
-    """One int8 step of the input relative to its rms; 0 if no weight asks for a quantised input."""
-    kinds = {p.activation.kind for p in parts}
+def _step(values: Values, parts: tuple[CanonicalWeight, ...], profile: Profile) -> float:
+    """One int8 step of the input (at most) relative to its rms; 0 if it is quantised for no weight."""
+    kinds = {profile.input_of(p).kind for p in parts}
     rms = float(np.sqrt((values * values).mean()))
     dynamic = float(np.abs(values).max()) / 127 / rms if "dynamic" in kinds else 0.0
     return max(dynamic, STATIC.scale / rms if "static" in kinds else 0.0)
@@ -279,7 +281,7 @@ def norm_linear(rng: Rng, profile: Profile) -> Iterator[Case]:
             "w": Weights(parts),
             "bias": real(_normal(rng, n)) if i % 2 else None,
         }
-        bounds = {"depth": k, "step": 1.3 * _step(normed, parts), "elements": rows * k}
+        bounds = {"depth": k, "step": 1.3 * _step(normed, parts, profile), "elements": rows * k}
         label = f"{rows}x{k}->{n} {name}{' first' if first else ''}"
         yield Case("norm_linear", label, args, strided=i % 4 == 2, bounds=bounds)
 
@@ -296,7 +298,7 @@ def act_linear(rng: Rng, profile: Profile) -> Iterator[Case]:
             "w": Weights(parts),
             "bias": real(_normal(rng, n)) if i % 2 else None,
         }
-        bounds = {"depth": k, "step": _step(hidden, parts), "elements": rows * k}
+        bounds = {"depth": k, "step": _step(hidden, parts, profile), "elements": rows * k}
         yield Case("act_linear", f"{rows}x{k}->{n} {kind} {name}", args, strided=i % 4 == 2, bounds=bounds)
 
 

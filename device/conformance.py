@@ -101,7 +101,7 @@ def run_call(device: Device, case: Case) -> CaseResult:
         wrong = _declared(case, device, args, list(tensors.values()))
         if wrong:
             return _failed(case, "call", wrong)
-    return _compare(case, device, "call", got, Oracle(device.dtype).run(case))
+    return _compare(case, device, "call", got, Oracle(device).run(case))
 
 
 def _snapshot(side: DeviceSide, args: Mapping[str, Any]) -> Host:
@@ -140,7 +140,7 @@ def smaller(case: Case) -> Case | None:
 
 def run_program(device: Device, case: Case, slack: int) -> CaseResult:
     """The op inside a program of its own, launched three times from two buffers."""
-    side, oracle = DeviceSide(device), Oracle(device.dtype)
+    side, oracle = DeviceSide(device), Oracle(device)
     one = OneOp(side, case, slack)
     first, second = one.program.buffer(), one.program.buffer()
     fewer = smaller(case) or case

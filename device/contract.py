@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from device.dtypes import numpy_dtype
 from device.errors import ConfigError
+from device.weights import Activation, CanonicalWeight
 
 if TYPE_CHECKING:
     from device.binding import Bound, OpTable
@@ -408,6 +409,13 @@ class Device(ABC):
 
     @abstractmethod
     def memory(self) -> MemoryInfo: ...
+
+    def input_of(self, w: CanonicalWeight) -> Activation:
+        """How the input of ``linear`` is quantised for ``w``: as the checkpoint asks, or by the device's own choice.
+
+        What is said here is the op's definition on this device; its error is counted against that.
+        """
+        return w.activation
 
     @abstractmethod
     def kv_block_bytes(self, spec: KVSpec, block_size: int) -> int:

@@ -31,6 +31,7 @@ from device.host_tensor import HostTensor, wrapped
 from device.memory import host_memory, usable_cores
 from device.ops import OPS
 from device.serial import Job, SerialQueue
+from device.weights import Activation, CanonicalWeight
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class CpuDevice(Device):
         self.dtype = dtype
         if self.threads != os.cpu_count():
             _limit_blas(self.threads)
-        self._fusion, self._strict = fusion, strict
+        self._fusion, self._strict, self._activations = fusion, strict, activations
         implementations = [portable_implementation(dtype)]
         self._native: Implementation | None = None
         if self._executor is not None:
@@ -113,6 +114,13 @@ class CpuDevice(Device):
 
     def memory(self) -> MemoryInfo:
         return host_memory()
+
+    def input_of(self, w: CanonicalWeight) -> Activation:
+        if self._native is None:
+            return w.activation
+        from device.cpu_native import input_of
+
+        return input_of(w, self._activations)
 
     def kv_block_bytes(self, spec: KVSpec, block_size: int) -> int:
         if self._native is not None:

@@ -17,10 +17,11 @@ from cpu_kernels.native import Executor
 from cpu_kernels.operands import ADDRESS, SIZES, Operand, call
 from device.binding import Implementation
 from device.contract import AttnMeta
-from device.dtypes import numpy_dtype
+from device.dtypes import FLOATS, numpy_dtype
 from device.host_tensor import HostTensor
 from device.ops import OPS, SampleParams
 from device.reference_kv import swap_kv
+from device.weights import Activation, CanonicalWeight
 
 NATIVE = "native"
 KV_DTYPES = cache.DTYPES
@@ -53,6 +54,18 @@ def native_implementation(executor: Executor, activations: str) -> Implementatio
     return made
 
 
+def input_of(w: CanonicalWeight, activations: str) -> Activation:
+    """``Device.input_of``: ``auto`` rounds the input of integer weights to int8 by groups of 32 columns, or of 16
+    where the weight's own groups are no multiples of 32."""
+    if w.dtype in FLOATS or w.activation.kind != "none" or activations == "float":
+        return w.activation
+    return Activation("dynamic", group=_block(w))
+
+
+def _block(w: CanonicalWeight) -> int:
+    return 16 if w.group % 32 and w.group != w.shape[1] else 32
+
+
 def _supports(op: str, *args: Any) -> bool:
     if op != "pack_weight":
         return True
@@ -63,6 +76,8 @@ def _supports(op: str, *args: Any) -> bool:
 def _packs(w: Any) -> bool:
     columns = w.shape[1]
     whole = w.group in (0, columns)
+    if w.activation.group not in (0, _block(w)):
+        return False
     return w.dtype != "float64" and (whole or (w.group % 16 == 0 and columns % w.group == 0))
 
 

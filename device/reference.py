@@ -80,11 +80,22 @@ another order of summation for another number of rows."""
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Output rows start … stop-1 of a packed weight, whose input is quantised in the same way."""
+    """Output rows start … stop-1 of a packed weight, whose input is quantised in the same way.
+
+    perm: the order of the columns in which a grouped activation counts its groups.
+    """
 
     start: int
     stop: int
     activation: Activation
+    perm: Array | None = None
+
+    def continues(self, w: CanonicalWeight) -> bool:
+        """Whether ``w`` takes the same input."""
+        same = self.perm is w.perm or (
+            self.perm is not None and w.perm is not None and np.array_equal(self.perm, w.perm)
+        )
+        return self.activation == w.activation and (same or not self.activation.group)
 
 
 class RefWeight:
@@ -129,10 +140,10 @@ def pack_weight(weights: Sequence[CanonicalWeight], uses: Set[str], dtype: str =
     at = 0
     for w in weights:
         stop = at + w.shape[0]
-        if segments and segments[-1].activation == w.activation:
-            segments[-1] = Segment(segments[-1].start, stop, w.activation)
+        if segments and segments[-1].continues(w):
+            segments[-1] = Segment(segments[-1].start, stop, w.activation, w.perm)
         else:
-            segments.append(Segment(at, stop, w.activation))
+            segments.append(Segment(at, stop, w.activation, w.perm))
         at = stop
     first = weights[0]
     if len(weights) == 1 and first.dtype == dtype and first.perm is None:
@@ -150,8 +161,27 @@ def pack_weight(weights: Sequence[CanonicalWeight], uses: Set[str], dtype: str =
     return RefWeight(matrix, tuple(segments))
 
 
-def _quantized_input(x: Array, activation: Activation) -> tuple[Array, Array | float]:
+def _quantized_groups(x: Array, group: int, perm: Array | None) -> Array:
+    """x as it is after ``group`` columns at a time were rounded to int8 by a scale of their own."""
+    rows, columns = x.shape
+    padded = np.zeros((rows, -(-columns // group) * group), x.dtype)
+    padded[:, :columns] = x if perm is None else x[:, perm]
+    parts = padded.reshape(rows, -1, group)
+    scale = np.abs(parts).max(axis=2, keepdims=True) / 127
+    np.rint(parts / np.where(scale == 0, 1, scale), out=parts)
+    parts *= scale
+    if perm is None:
+        return padded[:, :columns]
+    out = np.empty_like(x)
+    out[:, perm] = padded[:, :columns]
+    return out
+
+
+def _quantized_input(x: Array, segment: Segment) -> tuple[Array, Array | float]:
     """x as the numbers that an int8 input has, and what to multiply the product with ([T,1], or one number)."""
+    activation = segment.activation
+    if activation.group:
+        return _quantized_groups(x, activation.group, segment.perm), 1.0
     if activation.kind == "dynamic":
         scale = np.abs(x).max(axis=1, keepdims=True) / 127
         return np.rint(x / np.where(scale == 0, 1, scale)), scale
@@ -165,8 +195,9 @@ def _quantized_input(x: Array, activation: Activation) -> tuple[Array, Array | f
 def linear(x: Array, w: RefWeight, bias: Array | None = None, out: str | None = None) -> Array:
     """x [T,K] · wᵀ + bias [N] -> [T,N] in x's dtype (``out`` is for devices that round: here nothing is).
 
-    Where a weight asks for it the input is quantised to int8 first: ``dynamic`` by row, scale = max|x| / 127, xq =
-    round(x / scale); ``static`` xq = clip(round(x / s) + zero, -128, 127), taken back as (xq - zero) · s.
+    Where a weight asks for it the input is quantised to int8 first: ``dynamic`` by row (or by each group of columns),
+    scale = max|x| / 127, xq = round(x / scale); ``static`` xq = clip(round(x / s) + zero, -128, 127), taken back as
+    (xq - zero) · s.
     """
     if len(w.segments) == 1 and w.segments[0].activation.kind == "none":
         y = x @ w.matrix.T
@@ -178,7 +209,7 @@ def linear(x: Array, w: RefWeight, bias: Array | None = None, out: str | None = 
             if segment.activation.kind == "none":
                 part[...] = x @ matrix
             else:
-                xq, scale = _quantized_input(x, segment.activation)
+                xq, scale = _quantized_input(x, segment)
                 np.multiply(xq @ matrix, scale, out=part)
     if bias is not None:
         y += bias

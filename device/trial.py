@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,8 +37,9 @@ def oracle_table() -> OpTable:
 class Oracle:
     """Runs cases on the reference. Weights and caches live as long as it does, so that stores add up."""
 
-    def __init__(self, dtype: str) -> None:
-        self._dtype = dtype
+    def __init__(self, device: Device) -> None:
+        self._dtype = device.dtype
+        self._input_of = device.input_of
         self._ops = oracle_table()
         self._made: dict[int, tuple[Any, Any]] = {}
 
@@ -69,7 +71,9 @@ class Oracle:
 
     def _make(self, arg: Weights | Cache) -> Any:
         if isinstance(arg, Weights):
-            return reference.pack_weight(arg.parts, arg.uses, "float64")
+            # what a device does to the input by its own choice is its definition, not an error of it
+            parts = [replace(w, activation=self._input_of(w)) for w in arg.parts]
+            return reference.pack_weight(parts, arg.uses, "float64")
         kv = reference.RefKV(arg.spec, arg.blocks, arg.block_size, "float64")
         for layer, (k, v) in zip(kv.layers, arg.fill, strict=False):
             reference.store_kv(rounded(k, self._dtype), rounded(v, self._dtype), layer, arg.slots)

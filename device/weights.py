@@ -21,11 +21,15 @@ WEIGHT_DTYPES = (*FLOATS, "int8", *FOUR_BIT)
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """How the input of a quantised weight is to be quantised: not, per row when it runs, or by fixed (scale, zero)."""
+    """How the input of a quantised weight is to be quantised: not, per row when it runs, or by fixed (scale, zero).
+
+    group: of ``dynamic``, the columns (in the order of ``perm``) that share a scale; 0: the whole row.
+    """
 
     kind: Literal["none", "dynamic", "static"] = "none"
     scale: float = 1.0
     zero: int = 0
+    group: int = 0
 
 
 NO_ACTIVATION = Activation()

@@ -20,7 +20,8 @@ DEVICES: dict[str, Callable[[], Device]] = {
     "toy-float64-composed": lambda: make_toy_device("float64", fusion=False),
 }
 if find_compiler() is not None:
-    DEVICES["cpu-native"] = lambda: CpuDevice("float32", kernels="native", activations="float")
+    DEVICES["cpu-native"] = lambda: CpuDevice("float32", kernels="native")
+    DEVICES["cpu-native-float"] = lambda: CpuDevice("float32", kernels="native", activations="float")
 
 REFUSES: dict[str, tuple[str, ...]] = {}
 """Parts of the names of cases that a device may refuse (weights, caches), by the device's name here."""

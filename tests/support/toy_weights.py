@@ -87,7 +87,7 @@ class ToyWeight:
 
 def takes(weights: Sequence[CanonicalWeight]) -> bool:
     """The toy's matrix unit quantises its input by row or not at all: weights with static scales are not for it."""
-    return all(w.activation.kind != "static" for w in weights)
+    return all(w.activation.kind != "static" and not w.activation.group for w in weights)
 
 
 def pack(
