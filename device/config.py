@@ -52,11 +52,11 @@ class DeviceConfig:
         minimum=0,
         maximum=4096,
     )
-    kernels: Literal["numpy", "native"] = setting(
-        "numpy",
-        "Kernels of the CPU. native: C++, built at their first use (a minute, with g++ or clang++), several times"
-        " faster; new: run on x86-64 (baseline, AVX2, AVX-512), never yet on aarch64. numpy: the portable ones, which"
-        " need no compiler.",
+    kernels: Literal["auto", "native", "numpy"] = setting(
+        "auto",
+        "Kernels of the CPU. native: C++, built at their first use (a minute, with g++ or clang++); run on x86-64"
+        " (baseline, AVX2, AVX-512), never yet on aarch64. numpy: the portable ones, several times slower, which need"
+        " no compiler. auto: native where they can be had, and where not, numpy with a warning.",
         group=_GROUP,
     )
     activations: Literal["auto", "float"] = setting(

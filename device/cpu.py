@@ -58,8 +58,8 @@ def portable_implementation(dtype: str) -> Implementation:
 
 class CpuDevice(Device):
     """Any CPU. dtype: float32, or float64 for tests that must not depend on rounding. threads: 0 for as many as the
-    affinity mask and the container's CPU quota allow. kernels: ``numpy`` or ``native``; the latter computes in float32
-    and replays each step as one native call. activations: ``auto`` or ``float``, of the native kernels: whether the
+    affinity mask and the container's CPU quota allow. kernels: ``numpy``, ``native``, which computes in float32 and
+    replays each step as one native call, or ``auto``: native where that is possible. activations: ``auto`` or ``float``, of the native kernels: whether the
     input of quantised weights is quantised too."""
 
     def __init__(
@@ -73,7 +73,7 @@ class CpuDevice(Device):
         activations: str = "auto",
     ) -> None:
         self.threads = threads or usable_cores()[0]
-        self._executor = _executor(kernels, dtype, self.threads)
+        self._executor, without = _executor(kernels, dtype, self.threads)
         self.caps = Caps(
             kind="cpu",
             name=f"cpu ({platform.machine()})",
@@ -102,6 +102,7 @@ class CpuDevice(Device):
             implementations.insert(0, self._native)
         self.bound = bind(implementations, fusion=fusion, strict=strict)
         self.report = self.bound.report
+        self.report.notices += without
         self._inner = self.bound.table
         self._queue = SerialQueue("jumar-cpu-device")
         self.ops = OpTable({name: self._in_order(getattr(self._inner, name)) for name in OPS})
@@ -179,19 +180,24 @@ class CpuDevice(Device):
         self._queue.close()
 
 
-def _executor(kernels: str, dtype: str, threads: int) -> Any:
-    """The executor of the native kernels, or None. ConfigError where they were asked for and cannot be had."""
+def _executor(kernels: str, dtype: str, threads: int) -> tuple[Any, list[str]]:
+    """The executor of the native kernels, or None, and what is to be said about its absence. ConfigError where they
+    were asked for by name and cannot be had."""
     if kernels == "numpy":
-        return None
+        return None, []
     if dtype != "float32":
-        raise ConfigError(f"kernels = 'native' computes in float32, not {dtype}")
-    from cpu_kernels.library import NativeUnavailable
-    from cpu_kernels.native import Executor
+        why = f"the native kernels compute in float32, not {dtype}"
+    else:
+        from cpu_kernels.library import NativeUnavailable
+        from cpu_kernels.native import Executor
 
-    try:
-        return Executor(threads)
-    except NativeUnavailable as error:
-        raise ConfigError(f"kernels = 'native': {error}") from None
+        try:
+            return Executor(threads), []
+        except NativeUnavailable as error:
+            why = str(error)
+    if kernels == "native":
+        raise ConfigError(f"kernels = 'native': {why}")
+    return None, [f"warning: the portable NumPy kernels run, several times slower than the native ones: {why}"]
 
 
 def _kv_dtypes(dtype: str, *, native: bool) -> tuple[str, ...]:

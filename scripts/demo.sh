@@ -46,6 +46,7 @@ done
 cd "$ROOT"
 env_prepare "$ROOT/.venv"
 env_core "$ROOT/.venv"
+env_kernels "$ROOT/.venv"
 env_model "$ROOT/.venv"
 # exec: whoever ends this process ends the demo itself, and with it the server.
 exec "$ROOT/.venv/bin/python" -E "$ROOT/scripts/demo.py" "$ROOT/.venv/bin/jumar" ${args[@]+"${args[@]}"}

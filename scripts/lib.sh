@@ -192,6 +192,17 @@ env_install() {
 env_core() {
     env_install "$1" core "Jumar and what it needs (about $CORE_MB MB to download)" --no-build-isolation -e "$ROOT"
 }
+# The native kernels of the CPU, where there is a compiler. Without them the portable ones run: slower, so it is said.
+env_kernels() {
+    local built
+    if ! "$1/bin/python" -E -c "import sys; from cpu_kernels.build import made_from_these_sources as made; sys.exit(not made())"; then
+        say "building the native CPU kernels, once (about a minute) ..."
+    fi
+    if ! built=$("$1/bin/python" -E -m cpu_kernels.build); then
+        say "$built"
+        say "without them the portable NumPy kernels run, several times slower"
+    fi
+}
 env_dev() {
     env_core "$1"
     env_install "$1" dev "the test tools (about $DEV_MB MB to download)" --no-build-isolation -e "${ROOT}[dev]"

@@ -60,6 +60,7 @@ tests() {
 if [ "$plain" = 1 ]; then
     env_prepare "$ROOT/.venv"
     env_dev "$ROOT/.venv"
+    env_kernels "$ROOT/.venv"
     env_model "$ROOT/.venv"
     tests "$ROOT/.venv/bin/python" "$@"
     if [ "$setup" = 1 ]; then tests "$ROOT/.venv/bin/python" tests/scripts -m setup "$@"; fi

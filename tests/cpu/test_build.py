@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from cpu_kernels import build as native_build
+from cpu_kernels import library
+from device.cpu import CpuDevice
+from device.errors import ConfigError
 
 
 def test_without_a_compiler_there_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -47,3 +50,24 @@ def test_a_library_of_other_sources_is_not_taken_for_ours(monkeypatch: pytest.Mo
     (other / "call.h").write_text("// changed\n")
     monkeypatch.setattr(native_build, "SOURCES", other)
     assert not native_build.made_from_these_sources()
+
+
+def test_without_a_library_the_portable_kernels_run_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_load", lambda: "no C++ compiler: none is on the path; install one")
+    device = CpuDevice("float32", kernels="auto")
+    try:
+        assert {label for _, label, _ in device.report.ops} == {"numpy"}
+        (notice,) = device.report.notices
+        assert notice.startswith("warning: the portable NumPy kernels run") and "install one" in notice
+    finally:
+        device.close()
+    with pytest.raises(ConfigError, match="kernels = 'native': no C"):
+        CpuDevice("float32", kernels="native")
+
+
+def test_what_the_native_kernels_cannot_compute_in_the_portable_ones_do() -> None:
+    device = CpuDevice("float64", kernels="auto")
+    try:
+        assert "float32, not float64" in device.report.notices[0] and device.dtype == "float64"
+    finally:
+        device.close()

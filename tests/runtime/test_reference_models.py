@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cpu_kernels.build import find_compiler
 from device.cpu import CpuDevice
 from runtime import Engine
 from runtime.loaders.checkpoint import open_checkpoint
@@ -40,6 +41,7 @@ EMBEDDED = smollm2_cases()
 def started(model: Path | str, **settings: Any) -> Engine:
     if isinstance(model, Path):
         settings["tokenizer"] = str(DATA / "tiny_tokenizer")
+    settings = {"kernels": "numpy", **settings}
     engine = Engine.load(str(model), device="cpu", dtype="float32", **settings)
     engine.check_each_step = True
     return engine
@@ -64,12 +66,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "drafts": {"speculate": "ngram", "ngram_min": 1, "ngram_max": 2, "draft_tokens": 3},
     "one after the other": {"max_num_seqs": 1, "chunked_prefill": False, "prefix_cache": False, "fusion": False},
     "static batches": {"batching": "static", "max_batch": 4},
+    "native kernels": {"kernels": "native", "chunk_size": 7, "max_num_batched_tokens": 24, "max_num_seqs": 4},
 }
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", tiny_model_names())
 def test_tokens_of_tiny_models(name: str, setting: str) -> None:
+    if setting == "native kernels" and find_compiler() is None:
+        pytest.skip("no C++ compiler")
     engine = started(MODELS / name, **SETTINGS[setting])
     report = compare_engine(engine, tiny_model_cases(name))
     stats = engine.stats()

@@ -12,8 +12,9 @@ import pytest
 
 from runtime.api import GenerationRequest, SamplingParams
 from runtime.engine import Engine
-from tests.runtime.test_schedule_independence import Outcome, catalogue, collect, reference
+from tests.runtime.test_schedule_independence import tiny
 from tests.support.engines import drain, engine_for, load_tiny, scripted_engine, tiny_engine, tiny_tokenizer
+from tests.support.schedules import Outcome, collect
 from tests.support.toy_device import make_toy_device
 
 LATE = 0.0005
@@ -41,12 +42,12 @@ def toy_engine(name: str = "tiny", **settings: Any) -> Engine:
 def test_outputs_are_those_of_the_cpu(settings: dict[str, Any]) -> None:
     engine = toy_engine(**settings)
     picks = range(0, 60, 2)
-    handles = [engine.submit(catalogue()[i]) for i in picks]
+    handles = [engine.submit(tiny().requests[i]) for i in picks]
     for i, handle in zip(picks, handles, strict=True):
         outcome = Outcome()
         while not handle.done:
             collect(handle, outcome)
-        expected = reference(i)
+        expected = tiny().reference(i)
         assert (outcome.tokens, outcome.reasons) == (expected.tokens, expected.reasons)
         assert (outcome.scores is None) == (expected.scores is None)
     stats = engine.stats()

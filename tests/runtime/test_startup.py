@@ -354,9 +354,9 @@ def test_load_takes_settings_by_name_and_nothing_from_outside(
     closing: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUMAR_MAX_NUM_SEQS", "99")
-    engine = load_engine(**TINY, device="cpu", block_size=8, max_model_len=64)
+    engine = load_engine(**TINY, device="cpu", block_size=32, max_model_len=64)
     closing.append(engine)
-    assert engine.state == "ready" and engine.scheduler.pool.block_size == 8
+    assert engine.state == "ready" and engine.scheduler.pool.block_size == 32
     assert engine.config.max_num_seqs == 16
 
 
