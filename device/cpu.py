@@ -59,8 +59,8 @@ def portable_implementation(dtype: str) -> Implementation:
 class CpuDevice(Device):
     """Any CPU. dtype: float32, or float64 for tests that must not depend on rounding. threads: 0 for as many as the
     affinity mask and the container's CPU quota allow. kernels: ``numpy``, ``native``, which computes in float32 and
-    replays each step as one native call, or ``auto``: native where that is possible. activations: ``auto`` or ``float``, of the native kernels: whether the
-    input of quantised weights is quantised too."""
+    replays each step as one native call, or ``auto``: native where that is possible. activations: ``auto`` or
+    ``float``, of the native kernels: whether the input of quantised weights is quantised too."""
 
     def __init__(
         self,
