@@ -15,7 +15,7 @@ from cpu_kernels.library import Team, aligned, isa, library
 OPS = (
     "embed", "rms_norm", "add_rms_norm", "add", "linear", "rope", "gated_act", "store_kv", "read_kv",
     "paged_attention", "gather_rows", "edit_logits", "mask_logits", "sample", "logprobs", "norm_linear", "act_linear",
-    "qkv_rope_store",
+    "qkv_rope_store", "verify",
 )  # fmt: skip
 """The ops of the executor, by number (``JK_OP_…`` in jumar_cpu.h)."""
 

@@ -248,6 +248,20 @@ def _logprobs(outs: Sequence[Operand], logits: Operand, ids: Operand, n: int) ->
     return _call("logprobs", (logits, _flat(ids), *outs), (n,))
 
 
+def _verify(
+    outs: Sequence[Operand], logits: Operand, draft_ids: Operand, draft_probs: Operand, row_start: Operand, params: Any,
+    uniforms: Operand,
+) -> Call:  # fmt: skip
+    _need("float32", logits=logits, draft_probs=draft_probs, uniforms=uniforms)
+    _need("int32", draft_ids=draft_ids, row_start=row_start)
+    operands = (logits, _flat(draft_ids), draft_probs, _flat(row_start), uniforms, *map(_flat, outs))
+    if params is not None:
+        _need("float32", temperature=params.temperature, top_p=params.top_p, min_p=params.min_p)
+        _need("int32", top_k=params.top_k)
+        operands += tuple(map(_flat, params))
+    return _call("verify", operands)
+
+
 _MAKERS: dict[str, Callable[..., Call]] = {
     "embed": _embed,
     "rms_norm": _rms_norm,
@@ -267,4 +281,5 @@ _MAKERS: dict[str, Callable[..., Call]] = {
     "mask_logits": _mask_logits,
     "sample": _sample,
     "logprobs": _logprobs,
+    "verify": _verify,
 }

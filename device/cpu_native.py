@@ -29,7 +29,7 @@ KV_DTYPES = cache.DTYPES
 _CALLS = (
     "embed", "rms_norm", "add_rms_norm", "add", "linear", "rope", "gated_act", "store_kv", "read_kv",
     "paged_attention", "gather_rows", "edit_logits", "mask_logits", "sample", "logprobs", "norm_linear", "act_linear",
-    "qkv_rope_store",
+    "qkv_rope_store", "verify",
 )  # fmt: skip
 
 

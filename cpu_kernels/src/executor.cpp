@@ -119,6 +119,7 @@ int64_t jk_call_scratch(const JkCall* c, int threads, const int32_t* bounds) {
             return align64(rows * pieces * (int64_t)sizeof(JkBest)) + threads * sample_bytes(n);
         }
         case JK_OP_LOGPROBS:
+        case JK_OP_VERIFY:
             return threads * sample_bytes(c->arg[0].cols);
         default:
             return 0;

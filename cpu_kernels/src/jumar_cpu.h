@@ -70,6 +70,7 @@ enum {
     JK_OP_NORM_LINEAR,
     JK_OP_ACT_LINEAR,
     JK_OP_QKV_ROPE_STORE,
+    JK_OP_VERIFY,
     JK_OP_COUNT
 };
 

@@ -194,8 +194,15 @@ void exponentials(const float* z, const int* ids, int n, float best, float tempe
 struct Settings {
     float temperature;
     int top_k;
-    float top_p, min_p, uniform;
+    float top_p, min_p;
 };
+
+// Of row r; temperature 0 where no row has any.
+Settings settings_of(const JkRun& run, const JkArg* four, int64_t r) {
+    const float* temperature = at<float>(run, four[0]);
+    if (!temperature) return {};
+    return {temperature[r], at<int32_t>(run, four[1])[r], at<float>(run, four[2])[r], at<float>(run, four[3])[r]};
+}
 
 // Room for n numbers each.
 struct Room {
@@ -204,33 +211,51 @@ struct Room {
     int *ids, *places;
 };
 
-int sampled(const float* z, int n, float best, const Settings& p, const Room& room) {
-    const int* ids = nullptr;
-    int kept = n;
-    if (p.top_k > 0 && p.top_k < n) {
-        largest(z, n, kept = p.top_k, room.keys, room.ids);
-        ids = room.ids;
+Room room_of(char* memory, int n) {
+    const int64_t each = align64(4 * (int64_t)n);
+    return {(float*)memory, (uint32_t*)(memory + each), (int*)(memory + 2 * each), (int*)(memory + 3 * each)};
+}
+
+// What may be drawn: ids (NULL: all, in order) ascending, and their weights, unnormalised.
+struct Kept {
+    const int* ids;
+    float* w;
+    int n;
+
+    int id(int place) const { return ids ? ids[place] : place; }
+};
+
+// best: the largest of z, which is finite.
+Kept kept_of(const float* z, int n, const JkBest& best, const Settings& p, const Room& room) {
+    Kept kept{nullptr, room.w, n};
+    if (!(p.temperature > 0)) {
+        room.ids[0] = best.id;
+        room.w[0] = 1;
+        return {room.ids, room.w, 1};
     }
-    exponentials(z, ids, kept, best, p.temperature, room.w);
+    if (p.top_k > 0 && p.top_k < n) {
+        largest(z, n, kept.n = p.top_k, room.keys, room.ids);
+        kept.ids = room.ids;
+    }
+    exponentials(z, kept.ids, kept.n, best.value, p.temperature, room.w);
     auto keep = [&](int count) {
         // places ascend, so that nothing is overwritten before it is read
         for (int i = 0; i < count; i++) {
             room.w[i] = room.w[room.places[i]];
-            room.ids[i] = ids ? ids[room.places[i]] : room.places[i];
+            room.ids[i] = kept.id(room.places[i]);
         }
-        ids = room.ids;
-        kept = count;
+        kept.ids = room.ids;
+        kept.n = count;
     };
-    if (p.top_p < 1) keep(nucleus(room.w, kept, p.top_p, room.keys, room.places));
+    if (p.top_p < 1) keep(nucleus(room.w, kept.n, p.top_p, room.keys, room.places));
     if (p.min_p > 0) {
         int count = 0;
-        for (int i = 0; i < kept; i++) {
+        for (int i = 0; i < kept.n; i++) {
             if (room.w[i] >= p.min_p) room.places[count++] = i;
         }
         keep(count);
     }
-    const int place = draw(room.w, kept, p.uniform);
-    return ids ? ids[place] : place;
+    return kept;
 }
 
 // arg: logits, ids, and where not all rows are greedy temperature, top_k, top_p, min_p, uniforms.
@@ -249,25 +274,71 @@ void sample(const JkRun& run, const JkCall& c, const JkTeam* team, int tid) {
         if (best[u].id >= 0) best[u].id += from;
     }
     jk_barrier(team, tid);
-    const float* temperature = at<float>(run, c.arg[2]);
-    char* memory = run.scratch + align64(rows * pieces * (int64_t)sizeof(JkBest)) + tid * sample_bytes(n);
-    const int64_t each = align64(4 * (int64_t)n);
-    Room room{(float*)memory, (uint32_t*)(memory + each), (int*)(memory + 2 * each), (int*)(memory + 3 * each)};
+    const int64_t found_bytes = align64(rows * pieces * (int64_t)sizeof(JkBest));
+    const Room room = room_of(run.scratch + found_bytes + tid * sample_bytes(n), n);
     for (int64_t r; (r = jk_take(team, 1)) < rows;) {
         JkBest found = best[r * pieces];
         for (int64_t piece = 1; piece < pieces && found.id >= 0; piece++) {
             const JkBest& other = best[r * pieces + piece];
             if (other.id < 0 || other.value > found.value) found = other;
         }
+        const Settings p = settings_of(run, c.arg + 2, r);
         if (found.id < 0 || !std::isfinite(found.value)) {
             ids[r] = -1;
-        } else if (!temperature || !(temperature[r] > 0)) {
+        } else if (!(p.temperature > 0)) {
             ids[r] = found.id;
         } else {
-            const Settings p{temperature[r], at<int32_t>(run, c.arg[3])[r], at<float>(run, c.arg[4])[r],
-                             at<float>(run, c.arg[5])[r], at<float>(run, c.arg[6])[r]};
-            ids[r] = sampled(z + r * az.stride, n, found.value, p, room);
+            const Kept kept = kept_of(z + r * az.stride, n, found, p, room);
+            ids[r] = kept.id(draw(kept.w, kept.n, at<float>(run, c.arg[6])[r]));
         }
+    }
+}
+
+// ---------------------------------------------------------------- drafts with probabilities
+
+// Whether the draft x is accepted; otherwise kept.w becomes what is left of p when q is taken off, if anything is.
+bool accepts(const Kept& kept, int x, const float* q, float uniform) {
+    const double total = total_of(kept.w, kept.n);
+    double own = 0;
+    if (kept.ids) {
+        const int* place = std::lower_bound(kept.ids, kept.ids + kept.n, x);
+        if (place != kept.ids + kept.n && *place == x) own = kept.w[place - kept.ids];
+    } else {
+        own = kept.w[x];
+    }
+    if ((double)uniform * q[x] < (double)(float)(own / total)) return true;
+    bool any = false;
+    for (int i = 0; i < kept.n; i++) any |= (float)(kept.w[i] / total) > q[kept.id(i)];
+    if (!any) return false;
+    for (int i = 0; i < kept.n; i++) kept.w[i] = std::max((float)(kept.w[i] / total) - q[kept.id(i)], 0.0f);
+    return false;
+}
+
+// arg: logits, draft_ids, draft_probs, row_start, uniforms, accepted, next_id, and where not all rows are greedy
+// temperature, top_k, top_p, min_p.
+void verify(const JkRun& run, const JkCall& c, const JkTeam* team, int tid) {
+    const JkArg &az = c.arg[0], &aq = c.arg[2], &au = c.arg[4];
+    const int n = az.cols, sequences = rows_of(run, c.arg[5]);
+    const int32_t *drafts = at<int32_t>(run, c.arg[1]), *start = at<int32_t>(run, c.arg[3]);
+    const Room room = room_of(run.scratch + tid * sample_bytes(n), n);
+    for (int64_t b; (b = jk_take(team, 1)) < sequences;) {
+        int accepted = 0, next = -1;
+        for (int r = start[b]; r < start[b + 1]; r++) {
+            const float* z = at<float>(run, az) + r * az.stride;
+            const float* u = at<float>(run, au) + r * au.stride;
+            const JkBest best = best_of(z, n);
+            if (best.id < 0 || !std::isfinite(best.value)) break;
+            const Kept kept = kept_of(z, n, best, settings_of(run, c.arg + 7, r), room);
+            const int x = r + 1 < start[b + 1] ? drafts[r] : -1;
+            if (x >= 0 && accepts(kept, x, at<float>(run, aq) + r * aq.stride, u[0])) {
+                accepted++;
+                continue;
+            }
+            next = kept.id(draw(kept.w, kept.n, u[1]));
+            break;
+        }
+        at<int32_t>(run, c.arg[5])[b] = accepted;
+        at<int32_t>(run, c.arg[6])[b] = next;
     }
 }
 
@@ -334,4 +405,5 @@ extern "C" void JK_FN(jk_logit_ops)(JkOps* ops) {
     ops->fn[JK_OP_MASK_LOGITS] = mask_logits;
     ops->fn[JK_OP_SAMPLE] = sample;
     ops->fn[JK_OP_LOGPROBS] = logprobs;
+    ops->fn[JK_OP_VERIFY] = verify;
 }

@@ -12,7 +12,12 @@ extern "C" {
 #endif
 
 enum { JK_F32 = 0, JK_F16 = 1, JK_BF16 = 2, JK_I8 = 3, JK_I4 = 4, JK_U4 = 5 };
-enum { JK_ACT_NONE = 0, JK_ACT_DYNAMIC = 1, JK_ACT_STATIC = 2, JK_ACT_GROUPS = 3 };  // what the checkpoint asks for the input
+enum {
+    JK_ACT_NONE = 0,
+    JK_ACT_DYNAMIC = 1,
+    JK_ACT_STATIC = 2,
+    JK_ACT_GROUPS = 3
+};  // what the checkpoint asks for the input
 enum { JK_USE_LINEAR = 1, JK_USE_EMBED = 2 };
 // AUTO: the input of a quantised weight is quantised to int8 by row and group of 32; FLOAT: it stays float32.
 enum { JK_ACTIVATIONS_AUTO = 0, JK_ACTIVATIONS_FLOAT = 1 };
