@@ -69,18 +69,20 @@ class Recorded:
             bases[GROWING + i] = buffer.growing[name].ctypes.data
         executor.run(replay.calls, len(replay.names), buffer.counts.ctypes.data, bases, times)
         counts = buffer.counts
+        grown = [buffer.growing[name].reshape(-1).view(np.uint8) for name in self._grown]
+        memory = {ARENA: executor.arena.array, STEP: buffer.data, **dict(enumerate(grown, GROWING))}
         return {
-            name: _read(executor.arena.array, x, x.shape[0] if x.count < 0 else int(counts[x.count]) + x.extra)
+            name: _read(memory[x.space], x, x.shape[0] if x.count < 0 else int(counts[x.count]) + x.extra)
             for name, x in replay.outputs.items()
         }
 
 
-def _read(arena: NDArray[np.uint8], x: Operand, rows: int) -> NDArray[Any]:
+def _read(memory: NDArray[np.uint8], x: Operand, rows: int) -> NDArray[Any]:
     dtype = numpy_dtype(x.dtype)
     if rows == 0:
         return np.empty((0, *x.shape[1:]), dtype)
     size = ((rows - 1) * x.stride + x.cols) * dtype.itemsize
-    flat = arena[x.at : x.at + size].view(dtype)
+    flat = memory[x.at : x.at + size].view(dtype)
     strided = np.lib.stride_tricks.as_strided(flat, (rows, x.cols), (x.stride * dtype.itemsize, dtype.itemsize))
     return strided.reshape(rows, *x.shape[1:]).copy()
 
@@ -198,8 +200,8 @@ class _Planner:
 
     def _output(self, name: str, index: int) -> Operand:
         place = self._places[index]
-        if place.space != ARENA:
-            raise NotNative(f"output {name}, which is an input")
+        if place.space == ADDRESS:
+            raise NotNative(f"output {name}, which is a constant of the model,")
         return place
 
     # ------------------------------------------------------------ calls

@@ -15,19 +15,21 @@ if find_compiler() is None:
 
 from cpu_kernels.library import ISAS, runnable_isas  # noqa: E402
 
-VERIFY = ["verify", "--device", "cpu", "--kernels", "native", "--activations", "float", "--no-bench"]
+VERIFY = ["verify", "--device", "cpu", "--kernels", "native", "--strict", "--no-bench"]
 
 
-def run(isa: str) -> subprocess.CompletedProcess[str]:
+def run(isa: str, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "server.cli", *VERIFY],
+        [sys.executable, "-m", "server.cli", *VERIFY, *more],
         env={**os.environ, "JUMAR_TEST_CPU_ISA": isa}, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("activations", ["auto", "float"])
 @pytest.mark.parametrize("isa", runnable_isas())
-def test_ops_agree_with_the_reference(isa: str) -> None:
-    done = run(isa)
+def test_ops_agree_with_the_reference(isa: str, activations: str) -> None:
+    """Strict: whole programs as one native call."""
+    done = run(isa, "--activations", activations)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "25 of 25 ops agree" in done.stdout and "native" in done.stdout
 
