@@ -19,7 +19,7 @@ from cpu_kernels.library import ISAS, Team, aligned, isa, library
 ACTIVATIONS = ("auto", "float")
 MAX_PARTS = 8
 _DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4, "uint4": 5}
-_INPUTS = {"none": 0, "dynamic": 1, "static": 2, "groups": 3}
+_INPUTS = {"none": 0, "dynamic": 1, "static": 2, "groups": 3, "as_is": 4}
 _USES = {"linear": 1, "embed": 2}
 _ERRORS = {
     1: "not enough memory",
@@ -77,7 +77,8 @@ def _canonical(w: Any, keep: list[Any]) -> _Canonical:
     q = _rows(q, q.dtype, keep)
     n, k = w.shape
     part = _Canonical(dtype=_DTYPES[dtype], n=n, k=k, group=w.group, q=q.ctypes.data, q_stride=q.strides[0])
-    part.activation = _INPUTS["groups" if w.activation.group else w.activation.kind]
+    asked = w.activation
+    part.activation = _INPUTS["as_is" if asked.as_is else "groups" if asked.group else asked.kind]
     part.act_scale, part.act_zero = w.activation.scale, w.activation.zero
     for name in ("scale", "offset"):
         array = getattr(w, name)

@@ -23,7 +23,7 @@ from device.cases import (
     rounded,
 )
 from device.dtypes import encode
-from device.weights import NO_ACTIVATION, Activation, CanonicalWeight, pack_nibbles
+from device.weights import FLOAT_ACTIVATION, NO_ACTIVATION, Activation, CanonicalWeight, pack_nibbles
 
 DYNAMIC = Activation("dynamic")
 GROUPS = Activation("dynamic", group=32)
@@ -88,6 +88,14 @@ def weight_variants(rng: Rng, n: int) -> Iterator[tuple[str, tuple[CanonicalWeig
     yield (
         "int8 gK dynamic q, k, v",
         tuple(integer_weights(rng, m, 128, "int8", 0, activation=DYNAMIC) for m in (n, 16, 16)),
+    )
+    yield "int8 g64 input as it is", (integer_weights(rng, n, 128, "int8", 64, activation=FLOAT_ACTIVATION),)
+    yield (
+        "uint4 g64 input as it is, int8 g64 whose input is free",
+        (
+            integer_weights(rng, n, 128, "uint4", 64, activation=FLOAT_ACTIVATION),
+            integer_weights(rng, 16, 128, "int8", 64),
+        ),
     )
     yield (
         "mixed: uint4 g32 perm, int8 dynamic, float16, int8 g64",

@@ -411,7 +411,8 @@ class Device(ABC):
     def memory(self) -> MemoryInfo: ...
 
     def input_of(self, w: CanonicalWeight) -> Activation:
-        """How the input of ``linear`` is quantised for ``w``: as the checkpoint asks, or by the device's own choice.
+        """How the input of ``linear`` is quantised for ``w``: as the checkpoint asks, or by the device's own choice
+        where the weight leaves it (``Activation.as_is`` does not).
 
         What is said here is the op's definition on this device; its error is counted against that.
         """

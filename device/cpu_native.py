@@ -57,7 +57,8 @@ def native_implementation(executor: Executor, activations: str) -> Implementatio
 def input_of(w: CanonicalWeight, activations: str) -> Activation:
     """``Device.input_of``: ``auto`` rounds the input of integer weights to int8 by groups of 32 columns, or of 16
     where the weight's own groups are no multiples of 32."""
-    if w.dtype in FLOATS or w.activation.kind != "none" or activations == "float":
+    asked = w.activation.kind != "none" or w.activation.as_is
+    if w.dtype in FLOATS or asked or activations == "float":
         return w.activation
     return Activation("dynamic", group=_block(w))
 

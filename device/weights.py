@@ -24,15 +24,22 @@ class Activation:
     """How the input of a quantised weight is to be quantised: not, per row when it runs, or by fixed (scale, zero).
 
     group: of ``dynamic``, the columns (in the order of ``perm``) that share a scale; 0: the whole row.
+    as_is: of ``none``, that no device may quantise the input; otherwise it may choose to (``Device.input_of``).
     """
 
     kind: Literal["none", "dynamic", "static"] = "none"
     scale: float = 1.0
     zero: int = 0
     group: int = 0
+    as_is: bool = False
+
+    def __post_init__(self) -> None:
+        if self.as_is and self.kind != "none":
+            raise ValueError(f"an input that stays as it is cannot be {self.kind}")
 
 
 NO_ACTIVATION = Activation()
+FLOAT_ACTIVATION = Activation(as_is=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from device.schema import setting, validate
 from device.settings import Adjustment
 
+Scheme = Literal["none", "w8a8", "w8a16", "w4a16"]
 _MODEL, _BATCH, _KV, _DRAFT = "model", "batching", "KV cache", "speculation"
 
 PROFILES: dict[str, dict[str, Any]] = {
@@ -55,6 +56,15 @@ class EngineConfig:
         group=_MODEL,
         unit="tokens",
         minimum=0,
+    )
+    quantize: Literal["none", "w8a8", "w8a16", "w4a16", "int8", "int4"] = setting(
+        "none",
+        "Round the weights of a float checkpoint to the nearest integers while loading: 8 or 4 bits in groups of 64"
+        " columns, the embedding table and the output head always 8. a8: what they are multiplied with is rounded to"
+        " int8 too, by row and group of 32, which is faster; a16: it stays float. int8 is w8a8, int4 is w4a16. 4 bits"
+        " cost a small model some of its quality. The portable kernels hold the rounded weights as float32: they save"
+        " no memory.",
+        group=_MODEL,
     )
     profile: Literal["latency", "throughput", "edge"] | None = setting(
         None,
@@ -147,8 +157,12 @@ class EngineConfig:
         minimum=0.01,
         maximum=1.0,
     )
-    kv_dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = setting(
-        "auto", "Type of the cached keys and values. auto: the device's own choice.", group=_KV
+    kv_dtype: Literal["auto", "float64", "float32", "bfloat16", "float16", "int8"] = setting(
+        "auto",
+        "Type of the cached keys and values: what is half or a quarter as large holds two or four times the tokens,"
+        " less exactly. int8 has a scale for each token and head. auto: the type of the activations. The native CPU"
+        " kernels take all but float64, the portable ones float32, float64 and int8; another one is an error.",
+        group=_KV,
     )
     prefix_cache: bool = setting(
         True, "Keep the blocks of finished requests and reuse them for prompts that begin alike.", group=_KV
@@ -171,6 +185,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         validate(self)
+
+    @property
+    def scheme(self) -> Scheme:
+        """``quantize`` by its full name."""
+        named: dict[str, Scheme] = {"int8": "w8a8", "int4": "w4a16"}
+        return named.get(self.quantize) or cast(Scheme, self.quantize)
 
     @property
     def batch_limit(self) -> int:

@@ -19,6 +19,7 @@ from runtime.chat import chat_problem
 from runtime.config import EngineConfig
 from runtime.engine import Engine
 from runtime.loaders.checkpoint import Checkpoint, open_checkpoint
+from runtime.loaders.quantize import Quantizer
 from runtime.model_config import ModelConfig
 from runtime.models.build import Builder
 from runtime.scheduler import Limits, Scheduler
@@ -129,12 +130,15 @@ def build_engine(
         say(f"max_model_len {asked} is above the {checkpoint.config.max_position} that the model was made for")
     explicit = bool(asked) if explicit_len is None else explicit_len
     before = device.memory()
-    builder = Builder(checkpoint, device)
+    quantizer = Quantizer(config.scheme, say) if config.scheme != "none" else None
+    builder = Builder(checkpoint, device, quantizer)
     # The tables of positions are as long as a sequence may be: what no pool can hold is cut or refused before them.
     plan = Ledger(before.free, before.source, wanted_len=max_len)
     spec = _planned_kv(checkpoint.config, _kv_dtype(device, config))
     fits = size_pool(device, config, spec, checkpoint.config.vocab_size, max_len, explicit, plan).max_len
     model = builder.build(fits, progress)
+    if quantizer is not None:
+        say(quantizer.summary())
     ledger = Ledger(before.free, before.source, weights=model.nbytes, wanted_len=max_len)
     engine = make_engine(
         model,

@@ -92,7 +92,8 @@ def version() -> str:
 def fingerprint(engine: Engine, model: str) -> str:
     """``system_fingerprint``: equal for services whose answers to a seeded request should be equal."""
     config = engine.config
-    parts = (version(), model, type(engine.device).__name__, engine.device.dtype, config.kv_dtype, engine.vocab_size)
+    device = (type(engine.device).__name__, engine.device.dtype, config.kv_dtype, config.scheme)
+    parts = (version(), model, *device, engine.vocab_size)
     return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 

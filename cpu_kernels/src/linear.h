@@ -16,7 +16,8 @@ enum {
     JK_ACT_NONE = 0,
     JK_ACT_DYNAMIC = 1,
     JK_ACT_STATIC = 2,
-    JK_ACT_GROUPS = 3
+    JK_ACT_GROUPS = 3,
+    JK_ACT_AS_IS = 4
 };  // what the checkpoint asks for the input
 enum { JK_USE_LINEAR = 1, JK_USE_EMBED = 2 };
 // AUTO: the input of a quantised weight is quantised to int8 by row and group of 32; FLOAT: it stays float32.

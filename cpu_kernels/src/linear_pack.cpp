@@ -201,7 +201,7 @@ int plan_segment(const JkCanonical& c, int activations, Segment* s) {
         s->offsets_at = scales;
         s->values_at = up(scales * (s->offset ? 2 : 1), 64);
         s->tile_bytes = s->values_at + size_t(s->padded) * (s->kind == Kind::I8 ? 16 : 8);
-        s->dot = activations == JK_ACTIVATIONS_AUTO || c.activation != JK_ACT_NONE;
+        s->dot = c.activation == JK_ACT_NONE ? activations == JK_ACTIVATIONS_AUTO : c.activation != JK_ACT_AS_IS;
     }
     s->tile_bytes = up(s->tile_bytes, 64);
     return JK_PACK_OK;

@@ -54,6 +54,10 @@ class Checkpoint(ABC):
         """Rows first. LoadError where the tensor is missing."""
 
     @abstractmethod
+    def stored(self, name: str) -> str:
+        """How the file holds a tensor: a float dtype's name, or that of a quantised format. LoadError if missing."""
+
+    @abstractmethod
     def _matrix(self, name: str) -> CanonicalWeight: ...
 
     @abstractmethod

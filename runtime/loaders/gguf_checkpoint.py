@@ -98,6 +98,12 @@ class GGUFCheckpoint(Checkpoint):
             raise self._lack(name)
         return self._tensors[name].shape
 
+    def stored(self, name: str) -> str:
+        if name not in self._tensors:
+            raise self._lack(name)
+        kind = self._tensors[name].type.name
+        return gguf_weights.FLOAT_TYPES.get(kind, kind)
+
     def _matrix(self, name: str) -> CanonicalWeight:
         return gguf_weights.matrix(self.gguf, self._tensors[name], self._rows(name))
 

@@ -19,7 +19,7 @@ from device.errors import UnsupportedModel
 from device.weights import CanonicalWeight, float_weight
 from runtime.loaders.gguf import GGUFFile, TensorInfo
 
-_FLOAT_TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+FLOAT_TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Rows are converted in pieces of about this many bytes, so that temporaries stay in the cache.
 _CHUNK_BYTES = 1 << 18
 _F16_MAX = 65504.0
@@ -142,7 +142,7 @@ _EXACT: dict[str, tuple[np.dtype[Any], str, int, bool, Callable[[Blocks, _Target
     "Q4_K": (_Q4_K, "uint4", 32, True, _q4_k),
     "Q6_K": (_Q6_K, "int8", 16, False, _q6_k),
 }
-KEPT_TYPES = (*_FLOAT_TYPES, *_EXACT)
+KEPT_TYPES = (*FLOAT_TYPES, *_EXACT)
 
 
 def matrix(file: GGUFFile, info: TensorInfo, rows: NDArray[np.intp] | None = None) -> CanonicalWeight:
@@ -154,8 +154,8 @@ def matrix(file: GGUFFile, info: TensorInfo, rows: NDArray[np.intp] | None = Non
     n, k = info.shape
     kind = info.type
     raw = file.raw(info)
-    if kind.name in _FLOAT_TYPES:
-        dtype = _FLOAT_TYPES[kind.name]
+    if kind.name in FLOAT_TYPES:
+        dtype = FLOAT_TYPES[kind.name]
         weight = float_weight(raw.view(_little_endian(dtype)).reshape(n, k), dtype)
         return weight if rows is None else weight.rows(rows)
     raw = raw.reshape(n, k // kind.block * kind.size)
@@ -177,8 +177,8 @@ def matrix(file: GGUFFile, info: TensorInfo, rows: NDArray[np.intp] | None = Non
 def vector(file: GGUFFile, info: TensorInfo) -> NDArray[np.float32]:
     """A tensor as float32 in its own shape, always a copy: norm weights, biases, rope divisors."""
     raw = file.raw(info)
-    if info.type.name in _FLOAT_TYPES:
-        dtype = _FLOAT_TYPES[info.type.name]
+    if info.type.name in FLOAT_TYPES:
+        dtype = FLOAT_TYPES[info.type.name]
         values = decode(raw.view(_little_endian(dtype)), dtype, np.float32)
         return np.array(values, np.float32).reshape(info.shape)
     row = info.shape[-1] // info.type.block * info.type.size

@@ -67,6 +67,11 @@ class HFCheckpoint(Checkpoint):
             raise self._lack(name)
         return self._files.info(self._stored[name]).shape
 
+    def stored(self, name: str) -> str:
+        if name not in self._stored:
+            raise self._lack(name)
+        return self._files.info(self._stored[name]).kind
+
     def _array(self, name: str) -> tuple[NDArray[Any], str]:
         array, dtype = self._files.array(self._stored[name])
         if dtype not in FLOATS:

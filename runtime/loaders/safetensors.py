@@ -55,6 +55,11 @@ class TensorInfo:
     start: int
     nbytes: int
 
+    @property
+    def kind(self) -> str:
+        """Our name of the dtype, or the header's where no weight can have it."""
+        return _DTYPES.get(self.dtype, (0, None))[1] or self.dtype
+
 
 class SafetensorsFile:
     """One opened file. tensors: name -> TensorInfo. Raises LoadError for a damaged or truncated file."""

@@ -10,8 +10,10 @@ import numpy as np
 
 from device.contract import Device, PackedWeight, Tensor
 from device.errors import LoadError
+from device.weights import CanonicalWeight
 from runtime.linear import Linear
 from runtime.loaders.checkpoint import EMBEDDING, Checkpoint
+from runtime.loaders.quantize import Quantizer
 from runtime.models.decoder import Decoder, Layer, parts
 from runtime.rope import cos_sin
 
@@ -21,28 +23,37 @@ Progress = Callable[[int, int], None]
 
 
 def build_model(
-    checkpoint: Checkpoint, device: Device, max_model_len: int, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    device: Device,
+    max_model_len: int,
+    progress: Progress | None = None,
+    quantizer: Quantizer | None = None,
 ) -> Decoder:
     """Pack every weight for the device.
 
     max_model_len: positions that the rotary tables cover. progress(done, total) hears of each layer.
-    Raises LoadError when a weight is missing, has the wrong shape, or is there and would be ignored.
+    quantizer: rounds every weight on its way to the device; for float checkpoints.
+    Raises LoadError when a weight is missing, has the wrong shape, or is there and would be ignored; ConfigError when
+    it is to be quantised and is already.
     """
-    return Builder(checkpoint, device).build(max_model_len, progress)
+    return Builder(checkpoint, device, quantizer).build(max_model_len, progress)
 
 
 class Builder:
     """``build_model`` in two parts. Made: names and sizes are checked, so that memory can be planned by the
     configuration's counts. ``build``: the weights are packed. Errors as ``build_model``."""
 
-    def __init__(self, checkpoint: Checkpoint, device: Device) -> None:
+    def __init__(self, checkpoint: Checkpoint, device: Device, quantizer: Quantizer | None = None) -> None:
         self.checkpoint = checkpoint
         self.config = checkpoint.config
         self.device = device
+        self.quantizer = quantizer
         self.head_name = checkpoint.head()
         self.ropes: list[Tensor] = []
         self._check_names(self.head_name)
         self._check_sizes()
+        if quantizer is not None:
+            quantizer.check(checkpoint.path, {name: checkpoint.stored(name) for name in self._matrices()})
 
     def build(self, max_model_len: int, progress: Progress | None = None) -> Decoder:
         """See ``build_model``."""
@@ -99,6 +110,14 @@ class Builder:
         for name, count in zip(parts(c, 0)["qkv"], heads, strict=True):
             self.checkpoint.check(f"{name}.weight", (count * c.head_dim, c.hidden_size))
 
+    def _matrices(self) -> list[str]:
+        """Names of all matrices, the table and the head among them."""
+        names = list(dict.fromkeys((EMBEDDING, self.head_name)))
+        for i in range(self.config.num_layers):
+            for part in parts(self.config, i).values():
+                names += [] if isinstance(part, str) else [f"{p}.weight" for p in part]
+        return names
+
     def _has_bias(self, field: str) -> bool:
         config = self.config
         return {"qkv": config.qkv_bias, "o": config.o_bias}.get(field, config.mlp_bias)
@@ -116,9 +135,13 @@ class Builder:
         return self.device.tensor(array, "float64" if self.device.dtype == "float64" else "float32")
 
     def _pack(self, named: list[tuple[str, tuple[int, int]]], uses: set[str]) -> PackedWeight:
-        weights = [self.checkpoint.weight(name, shape) for name, shape in named]
+        weights = [self._weight(name, shape) for name, shape in named]
         packed: PackedWeight = self.device.ops.pack_weight(weights, frozenset(uses))
         return packed
+
+    def _weight(self, name: str, shape: tuple[int, int]) -> CanonicalWeight:
+        weight = self.checkpoint.weight(name, shape)
+        return weight if self.quantizer is None else self.quantizer(name, weight)
 
     def _linear(self, field: str, names: list[str], rows: list[int], columns: int) -> Linear:
         weight = self._pack([(f"{name}.weight", (n, columns)) for name, n in zip(names, rows, strict=True)], {"linear"})
