@@ -75,6 +75,12 @@ class DeviceConfig:
         "Use the device's fused kernels. false takes the plain ops, to tell a fault of one from the other.",
         group=_GROUP,
     )
+    capture: bool = setting(
+        True,
+        "Record a step once and replay it as one call, where the device can (the native CPU kernels do). false calls"
+        " its ops one by one, which is slower, to tell a fault of one from the other.",
+        group=_GROUP,
+    )
 
     def __post_init__(self) -> None:
         validate(self)

@@ -60,7 +60,8 @@ class CpuDevice(Device):
     """Any CPU. dtype: float32, or float64 for tests that must not depend on rounding. threads: 0 for as many as the
     affinity mask and the container's CPU quota allow. kernels: ``numpy``, ``native``, which computes in float32 and
     replays each step as one native call, or ``auto``: native where that is possible. activations: ``auto`` or
-    ``float``, of the native kernels: whether the input of quantised weights is quantised too."""
+    ``float``, of the native kernels: whether the input of quantised weights is quantised too. capture: whether their
+    steps are replayed; otherwise their ops are called one by one."""
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class CpuDevice(Device):
         threads: int = 0,
         kernels: str = "numpy",
         activations: str = "auto",
+        capture: bool = True,
     ) -> None:
         self.threads = threads or usable_cores()[0]
         self._executor, without = _executor(kernels, dtype, self.threads)
@@ -79,7 +81,7 @@ class CpuDevice(Device):
             name=f"cpu ({platform.machine()})",
             dtypes=("float32", "float64"),
             kv_dtypes=_kv_dtypes(dtype, native=self._executor is not None),
-            capture="none" if self._executor is None else "recorded",
+            capture="recorded" if capture and self._executor is not None else "none",
             # the native attention sums over tiles of 16 positions: whole ones, or the block size would show in the bits
             block_sizes=(16, 32, 64, 128) if self._executor is not None else (16, 8, 32, 64, 128),
             any_block_size=self._executor is None,
@@ -160,7 +162,7 @@ class CpuDevice(Device):
 
     def program(self, fn: StepFn, layout: Layout) -> Program:
         recorded = None
-        if self._executor is not None:
+        if self.caps.capture == "recorded":
             from device.cpu_program import Recorded
 
             recorded = Recorded(fn, layout, self._executor, fusion=self._fusion)

@@ -21,5 +21,6 @@ def open_device(selection: Selection, config: DeviceConfig) -> Device:
             threads=config.threads,
             kernels=config.kernels,
             activations=config.activations,
+            capture=config.capture,
         )
     raise DeviceError(f"{selection.name}: this build of Jumar has no {selection.kind} device")

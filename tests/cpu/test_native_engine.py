@@ -46,6 +46,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "preempted": {"max_num_seqs": 12, "kv_blocks": 40, "prefix_cache": False},
     "drafts": {"max_num_seqs": 5, "speculate": "ngram"},
     "one thread": {"max_num_seqs": 12, "threads": 1},
+    "op by op": {"max_num_seqs": 12, "capture": False},
     "composed": {"max_num_seqs": 12, "fusion": False},
 }
 """The last runs other kernels: its answers are its own, but must not depend on the company either."""
