@@ -1,22 +1,26 @@
 """Paged KV in the layout of the native kernels.
 
-K of a block lies as [heads][tiles][head size][16 positions], V as [heads][positions][head size rounded up to 16]; a
-block's positions are rounded up to whole tiles of 16. An int8 cache has one float32 scale for each token and head.
+K of a block and layer lies as [heads][tiles][head size][16 positions], V as [heads][positions][head size rounded up to
+16]; a block's positions are rounded up to whole tiles of 16. An int8 cache has one float32 scale for each token and
+head. All layers of a block are neighbours: what a sequence touches is then dense, and pages of 2 MiB cost it nothing.
 """
 
 from __future__ import annotations
 
 import ctypes
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cpu_kernels.library import huge
 from cpu_kernels.native import LANES, MAX_GROUP, MAX_HEAD_DIM, KVLayerStruct
 
 Array = NDArray[Any]
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
+_LINE = 64
 _NUMPY = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16, "int8": np.int8}
 
 
@@ -33,35 +37,45 @@ def takes(spec: Any) -> bool:
 
 def block_bytes(spec: Any, block_size: int) -> int:
     """Bytes of one block in all layers, padding and scales included."""
-    slots = _up(block_size)
-    each = np.dtype(_NUMPY[spec.dtype]).itemsize
-    scales = 8 if spec.dtype == "int8" else 0
-    return sum(slots * x.heads * ((x.head_dim + _up(x.head_dim)) * each + scales) for x in spec.layers)
+    return _plan(spec, block_size)[1]
+
+
+def _plan(spec: Any, block_size: int) -> tuple[list[list[tuple[int, tuple[int, ...], Any]]], int]:
+    """([(offset in a block, shape, dtype) of K, V and their scales] of each layer, bytes of a block)."""
+    tiles, kind, at = _up(block_size) // LANES, np.dtype(_NUMPY[spec.dtype]), 0
+    layers = []
+    for x in spec.layers:
+        shapes = [((x.heads, tiles, x.head_dim, LANES), kind), ((x.heads, tiles * LANES, _up(x.head_dim)), kind)]
+        if spec.dtype == "int8":
+            shapes += [((x.heads, tiles * LANES), np.dtype(np.float32))] * 2
+        places = []
+        for shape, dtype in shapes:
+            places.append((at, shape, dtype))
+            at += -(-prod(shape) * dtype.itemsize // _LINE) * _LINE
+        layers.append(places)
+    return layers, at
 
 
 class NativeKVLayer:
-    """One layer's pages. ``address``: of its ``JkKVLayer``. read_dtype: what ``read_kv`` gives."""
+    """One layer's pages. ``address``: of its ``JkKVLayer``. read_dtype: what ``read_kv`` gives.
 
-    def __init__(self, impl: Any, heads: int, head_dim: int, dtype: str, blocks: int, block_size: int) -> None:
+    arrays: k, v, and the scales of an int8 cache, blocks first.
+    """
+
+    def __init__(self, impl: Any, heads: int, head_dim: int, dtype: str, block_size: int, arrays: list[Array]) -> None:
         self.impl, self.heads, self.head_dim, self.dtype, self.block_size = impl, heads, head_dim, dtype, block_size
         self.read_dtype = "float32" if dtype == "int8" else dtype
-        tiles = _up(block_size) // LANES
-        kind = _NUMPY[dtype]
-        self.k: Array = np.zeros((blocks, heads, tiles, head_dim, LANES), kind)
-        self.v: Array = np.zeros((blocks, heads, tiles * LANES, _up(head_dim)), kind)
-        self.scales: tuple[Array, ...] = ()
-        if dtype == "int8":
-            self.scales = tuple(np.zeros((blocks, heads, tiles * LANES), np.float32) for _ in "kv")
+        self.k, self.v, *self.scales = arrays
         k_scale, v_scale = (s.ctypes.data for s in self.scales) if self.scales else (None, None)
         self._struct = KVLayerStruct(
-            self.k.ctypes.data, self.v.ctypes.data, k_scale, v_scale, DTYPES.index(dtype), heads, head_dim,
-            _up(head_dim), block_size, tiles,
+            self.k.ctypes.data, self.v.ctypes.data, k_scale, v_scale, self.k.strides[0], DTYPES.index(dtype), heads,
+            head_dim, _up(head_dim), block_size, _up(block_size) // LANES,
         )  # fmt: skip
         self.address = ctypes.addressof(self._struct)
 
-    def arrays(self) -> tuple[Array, ...]:
+    def arrays(self) -> list[Array]:
         """Everything that belongs to a block, blocks first."""
-        return self.k, self.v, *self.scales
+        return [self.k, self.v, *self.scales]
 
 
 class NativeKV:
@@ -71,11 +85,24 @@ class NativeKV:
 
     def __init__(self, impl: Any, spec: Any, blocks: int, block_size: int) -> None:
         self.impl, self.spec, self.blocks, self.block_size = impl, spec, blocks, block_size
-        self.layers = [NativeKVLayer(impl, x.heads, x.head_dim, spec.dtype, blocks, block_size) for x in spec.layers]
+        plan, size = _plan(spec, block_size)
+        memory = huge(blocks * size)
+        self.layers = [
+            NativeKVLayer(
+                impl, x.heads, x.head_dim, spec.dtype, block_size,
+                [_blocks(memory, blocks, size, *place) for place in places],
+            )
+            for x, places in zip(spec.layers, plan, strict=True)
+        ]  # fmt: skip
 
     def layer(self, index: int) -> NativeKVLayer:
         """The pages of one layer."""
         return self.layers[index]
+
+
+def _blocks(memory: Array, blocks: int, size: int, at: int, shape: tuple[int, ...], dtype: Any) -> Array:
+    """[blocks, *shape] that stands at an offset in each block."""
+    return np.ndarray((blocks, *shape), dtype, memory, at, (size, *np.empty(shape, dtype).strides))
 
 
 def move_kv(kv: NativeKV, src: Array, dst: Array) -> None:

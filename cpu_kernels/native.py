@@ -61,6 +61,7 @@ class KVLayerStruct(ctypes.Structure):
         ("v", c_void_p),
         ("k_scale", c_void_p),
         ("v_scale", c_void_p),
+        ("stride", c_int64),
         ("dtype", c_int32),
         ("heads", c_int32),
         ("dim", c_int32),
@@ -105,6 +106,13 @@ class Executor:
         bad = self._lib.jk_run(self.team.handle, calls, n, counts, bases, self.scratch.address, spent)
         if bad:
             raise RuntimeError(f"the native library has no kernel for {OPS[calls[bad - 1].op]} on {self.isa}")
+
+    def ceilings(self, size: int) -> tuple[float, float]:
+        """Bytes a second of reading ``size`` bytes, operations (a multiply-add counts as two) a second of the integer
+        products that the kernels are made of: the better of three."""
+        memory = np.ones(size, np.uint8)
+        read = max(self.team.read_bandwidth(memory, 2) for _ in range(3))
+        return read, 2 * max(self.team.dot_peak(self.isa) for _ in range(3))
 
     def close(self) -> None:
         """End the threads. The executor is not used afterwards."""

@@ -126,6 +126,8 @@ class Caps:
     max_seqs: int | None = None
     """Most sequences in one step, None: no limit of the device's own."""
     capture: Literal["none", "recorded", "graph"] = "none"
+    traces: bool = False
+    """Whether the op calls of a step can be timed one by one."""
     tree_attention: bool = True
     kv_share_limit: float = 1.0
     """Most of the free memory that a KV pool may take; less where others need memory of the same kind."""
@@ -203,14 +205,17 @@ class HostBuffer:
         offset = _round_up(4 * len(layout.counts))
         places: list[tuple[InputSpec, int]] = []
         self.growing: dict[str, NDArray[Any]] = {}
+        self.addresses: dict[str, int] = {}
+        """Of the growing inputs, kept because NumPy is slow to tell them. ``address``: of ``data``."""
         for spec in layout.inputs:
             if spec.grows:
-                self.growing[spec.name] = self._grown(spec, spec.bound)
+                self._grow(spec, spec.bound)
                 continue
             places.append((spec, offset))
             size = int(np.prod(spec.tail, dtype=np.int64)) * (spec.bound + spec.extra)
             offset = _round_up(offset + size * numpy_dtype(spec.dtype).itemsize)
         self.data = self._alloc(offset)
+        self.address = self.data.ctypes.data
         self.counts = self.data[: 4 * len(layout.counts)].view(np.int32)
         self.offsets = {spec.name: at for spec, at in places}
         self.views: dict[str, NDArray[Any]] = {}
@@ -241,16 +246,15 @@ class HostBuffer:
                 capacity *= 2
             old = self.growing[spec.name]
             if capacity != old.shape[0]:
-                grown = self._grown(spec, capacity)
-                grown[: old.shape[0]] = old
-                self.growing[spec.name] = grown
+                self._grow(spec, capacity)[: old.shape[0]] = old
         return capacity
 
-    def _grown(self, spec: InputSpec, rows: int) -> NDArray[Any]:
+    def _grow(self, spec: InputSpec, rows: int) -> NDArray[Any]:
         dtype = numpy_dtype(spec.dtype)
         size = int(np.prod(spec.tail, dtype=np.int64)) * rows * dtype.itemsize
         array: NDArray[Any] = self._alloc(size).view(dtype).reshape(rows, *spec.tail)
         array[:] = 0 if spec.pad == "last" else spec.pad
+        self.growing[spec.name], self.addresses[spec.name] = array, array.ctypes.data
         return array
 
     def pad(self, bucket: Mapping[str, int]) -> None:
@@ -385,6 +389,30 @@ class Communicator(ABC):
         """Concatenation over ranks along the last dimension."""
 
 
+@dataclass(frozen=True, slots=True)
+class OpTime:
+    """One op call of a step. detail: which of several (a weight's shape). moved: bytes of weights, cache and operands
+    at least; operations: of products, a multiply-add counted as two."""
+
+    op: str
+    detail: str
+    seconds: float
+    moved: int
+    operations: int
+
+
+Tracer = Callable[[Mapping[str, int], Sequence[OpTime]], None]
+"""Hears, after a step, of its counts and its calls in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Measured on the device: bytes/s (read and written bytes both counted), operations/s of a matrix product."""
+
+    bandwidth: float
+    rate: float
+
+
 @dataclass(slots=True)
 class StartReport:
     """What a device says at start-up: (op, implementation, note) rows, and notices."""
@@ -406,6 +434,8 @@ class Device(ABC):
     """How the table was bound: which implementations a family has, which ops are batch-invariant."""
     report: StartReport
     """What was bound, and every notice since (a weight that a portable version had to take, …)."""
+    tracer: Tracer | None = None
+    """Set: each step is timed op by op, which slows it down a little. Only where ``caps.traces``."""
 
     @abstractmethod
     def memory(self) -> MemoryInfo: ...
@@ -417,6 +447,10 @@ class Device(ABC):
         What is said here is the op's definition on this device; its error is counted against that.
         """
         return w.activation
+
+    def ceilings(self) -> Ceilings | None:
+        """What the hardware can do at most, measured now, with the device idle; None: unknown."""
+        return None
 
     @abstractmethod
     def kv_block_bytes(self, spec: KVSpec, block_size: int) -> int:

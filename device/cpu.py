@@ -15,6 +15,7 @@ from device import reference
 from device.binding import Implementation, OpTable, bind
 from device.contract import (
     Caps,
+    Ceilings,
     Device,
     HostBuffer,
     Inputs,
@@ -82,6 +83,7 @@ class CpuDevice(Device):
             dtypes=("float32", "float64"),
             kv_dtypes=_kv_dtypes(dtype, native=self._executor is not None),
             capture="recorded" if capture and self._executor is not None else "none",
+            traces=self._executor is not None,
             # the native attention sums over tiles of 16 positions: whole ones, or the block size would show in the bits
             block_sizes=(16, 32, 64, 128) if self._executor is not None else (16, 8, 32, 64, 128),
             any_block_size=self._executor is None,
@@ -106,7 +108,7 @@ class CpuDevice(Device):
         self.report = self.bound.report
         self.report.notices += without
         self._inner = self.bound.table
-        self._queue = SerialQueue("jumar-cpu-device")
+        self._queue = SerialQueue()
         self.ops = OpTable({name: self._in_order(getattr(self._inner, name)) for name in OPS})
 
     def _in_order(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,9 +168,19 @@ class CpuDevice(Device):
             from device.cpu_program import Recorded
 
             recorded = Recorded(fn, layout, self._executor, fusion=self._fusion)
-        return _CpuProgram(fn, layout, self._inner, self._queue, recorded, self._not_recorded)
+        return _CpuProgram(fn, layout, self, recorded)
 
-    def _not_recorded(self, why: str) -> None:
+    def ceilings(self) -> Ceilings | None:
+        if self._executor is None:
+            return None
+        size = min(1 << 30, self.memory().free // 4)
+        return Ceilings(*self._queue.run(lambda: self._executor.ceilings(size)))
+
+    def submit(self, fn: Callable[[], Any]) -> Job:
+        """Work behind what was given before."""
+        return self._queue.submit(fn)
+
+    def not_recorded(self, why: str) -> None:
         """A step that cannot be one native call. Found out in its first launch, so the log says it too."""
         text = f"steps run op by op, not as one native call: {why} is not native"
         if self._strict:
@@ -177,9 +189,7 @@ class CpuDevice(Device):
         self.report.notices.append(text)
 
     def close(self) -> None:
-        if self._executor is not None:
-            self._queue.submit(self._executor.close)  # after the work that was given before
-        self._queue.close()
+        self._queue.close(self._executor.close if self._executor is not None else lambda: None)
 
 
 def _executor(kernels: str, dtype: str, threads: int) -> tuple[Any, list[str]]:
@@ -229,44 +239,34 @@ class _CpuPending(Pending):
 
 
 class _CpuProgram(Program):
-    """Steps on the device's thread: replayed as one native call where they were recorded, otherwise call by call on
-    tensors of the actual counts. Neither computes padding."""
+    """Steps, run by whoever waits for them: replayed as one native call where they were recorded, otherwise call by
+    call on tensors of the actual counts. Neither computes padding."""
 
-    def __init__(
-        self,
-        fn: StepFn,
-        layout: Layout,
-        table: OpTable,
-        queue: SerialQueue,
-        recorded: Any,
-        not_recorded: Callable[[str], None],
-    ) -> None:
+    def __init__(self, fn: StepFn, layout: Layout, device: CpuDevice, recorded: Any) -> None:
         self.layout = layout
         self._recorded = recorded
-        self._not_recorded = not_recorded
         self._fn = fn
-        self._table = table
-        self._queue = queue
+        self._device = device
 
     def buffer(self) -> HostBuffer:
         return HostBuffer(self.layout)
 
     def launch(self, buffer: HostBuffer, key: Hashable) -> Pending:
-        return _CpuPending(self._queue.submit(lambda: self._run(buffer, key)))
+        return _CpuPending(self._device.submit(lambda: self._run(buffer, key)))
 
     def _run(self, buffer: HostBuffer, key: Hashable) -> dict[str, NDArray[Any]]:
         if self._recorded is not None:
             from cpu_kernels.operands import NotNative
 
             try:
-                found: dict[str, NDArray[Any]] = self._recorded.run(buffer, key)
+                found: dict[str, NDArray[Any]] = self._recorded.run(buffer, key, self._device.tracer)
                 return found
             except NotNative as error:
-                self._not_recorded(str(error))
+                self._device.not_recorded(str(error))
                 self._recorded = None
         counts = dict(zip(self.layout.counts, buffer.counts.tolist(), strict=True))
         tensors: dict[str, Any] = {"counts": HostTensor(buffer.counts)}
         for spec in self.layout.inputs:
             tensors[spec.name] = HostTensor(buffer.array(spec.name)[: counts[spec.count] + spec.extra])
-        outputs: Mapping[str, Any] = self._fn(Inputs(self._table, tensors, buffer.lists), key)
+        outputs: Mapping[str, Any] = self._fn(Inputs(self._device.bound.table, tensors, buffer.lists), key)
         return {name: t.array for name, t in outputs.items()}

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from cpu_kernels.native import Call as NativeCall
 from cpu_kernels.native import Executor
 from cpu_kernels.operands import ADDRESS, ARENA, GROWING, SIZES, STEP, NotNative, Operand, call
-from device.contract import AttnMeta, HostBuffer, Layout, StepFn
+from device.contract import AttnMeta, HostBuffer, Layout, StepFn, Tracer
 from device.cpu_native import META, NATIVE
+from device.cpu_trace import Traced
 from device.dtypes import numpy_dtype
 from device.host_tensor import HostTensor
 from device.ops import SampleParams
@@ -29,7 +30,7 @@ class Replay:
     """A recorded step, ready for the executor. outputs: name -> where it lies. keep: arrays that calls point at."""
 
     calls: Any
-    names: list[str]
+    traced: list[Traced]
     outputs: dict[str, Operand]
     arena: int
     scratch: int
@@ -60,21 +61,38 @@ class Recorded:
     def _fused(self, op: str, carrier: Any) -> bool:
         return self._fusion and getattr(carrier.impl, "label", "") == NATIVE
 
-    def run(self, buffer: HostBuffer, key: Hashable, times: NDArray[np.int64] | None = None) -> dict[str, NDArray[Any]]:
-        """One step. Returns copies: the arena belongs to the next one. times: as ``Executor.run`` takes it."""
+    def run(self, buffer: HostBuffer, key: Hashable, tracer: Tracer | None = None) -> dict[str, NDArray[Any]]:
+        """One step. Returns copies: the arena belongs to the next one."""
         replay, executor, bases = self.replay(key), self._executor, self._bases
+        times = np.zeros(len(replay.traced), np.int64) if tracer else None
         bases[ARENA] = executor.arena.address
-        bases[STEP] = buffer.data.ctypes.data
+        bases[STEP] = buffer.address
         for i, name in enumerate(self._grown):
-            bases[GROWING + i] = buffer.growing[name].ctypes.data
-        executor.run(replay.calls, len(replay.names), buffer.counts.ctypes.data, bases, times)
+            bases[GROWING + i] = buffer.addresses[name]
+        executor.run(replay.calls, len(replay.traced), buffer.address, bases, times)  # counts stand first in a buffer
+        if tracer and times is not None:
+            self._tell(tracer, replay, buffer, times)
         counts = buffer.counts
-        grown = [buffer.growing[name].reshape(-1).view(np.uint8) for name in self._grown]
-        memory = {ARENA: executor.arena.array, STEP: buffer.data, **dict(enumerate(grown, GROWING))}
-        return {
-            name: _read(memory[x.space], x, x.shape[0] if x.count < 0 else int(counts[x.count]) + x.extra)
-            for name, x in replay.outputs.items()
-        }
+        return {name: _read(self._memory(x.space, buffer), x, _rows(x, counts)) for name, x in replay.outputs.items()}
+
+    def _memory(self, space: int, buffer: HostBuffer) -> NDArray[np.uint8]:
+        if space == ARENA:
+            return self._executor.arena.array
+        if space == STEP:
+            return buffer.data
+        return buffer.growing[self._grown[space - GROWING]].reshape(-1).view(np.uint8)
+
+    def _tell(self, tracer: Tracer, replay: Replay, buffer: HostBuffer, times: NDArray[np.int64]) -> None:
+        lengths = list(zip(buffer.lists["q_lens"], buffer.lists["kv_lens"], strict=True))
+        spent = [
+            traced.time(nanoseconds * 1e-9, lambda x: _rows(x, buffer.counts), lengths)
+            for traced, nanoseconds in zip(replay.traced, times.tolist(), strict=True)
+        ]
+        tracer(dict(zip(self._layout.counts, buffer.counts.tolist(), strict=True)), spent)
+
+
+def _rows(x: Operand, counts: NDArray[np.int32]) -> int:
+    return x.shape[0] if x.count < 0 else int(counts[x.count]) + x.extra
 
 
 def _read(memory: NDArray[np.uint8], x: Operand, rows: int) -> NDArray[Any]:
@@ -83,7 +101,9 @@ def _read(memory: NDArray[np.uint8], x: Operand, rows: int) -> NDArray[Any]:
         return np.empty((0, *x.shape[1:]), dtype)
     size = ((rows - 1) * x.stride + x.cols) * dtype.itemsize
     flat = memory[x.at : x.at + size].view(dtype)
-    strided = np.lib.stride_tricks.as_strided(flat, (rows, x.cols), (x.stride * dtype.itemsize, dtype.itemsize))
+    if x.stride == x.cols:
+        return flat.reshape(rows, *x.shape[1:]).copy()
+    strided = np.ndarray((rows, x.cols), dtype, flat, 0, (x.stride * dtype.itemsize, dtype.itemsize))
     return strided.reshape(rows, *x.shape[1:]).copy()
 
 
@@ -107,7 +127,7 @@ class _Planner:
     def plan(self) -> Replay:
         self._place_inputs()
         calls: list[NativeCall] = []
-        names: list[str] = []
+        traced: list[Traced] = []
         for at, step in enumerate(self._recording.steps):
             if isinstance(step, View):
                 source = self._places[step.source]
@@ -118,12 +138,13 @@ class _Planner:
             elif step.op in ("all_reduce", "all_gather"):
                 self._places[step.outputs[0]] = self._places[step.args[0].index]
             else:
-                calls.append(self._call(step))
-                names.append(step.op)
+                made, operands = self._call(step)
+                calls.append(made)
+                traced.append(Traced(step.op, operands))
             self._free(at)
         return Replay(
             (NativeCall * max(len(calls), 1))(*calls),
-            names,
+            traced,
             {name: self._output(name, index) for name, index in self._recording.outputs.items()},
             self._arena.size,
             max((self._executor.scratch_for(c, self._bounds) for c in calls), default=0),
@@ -206,7 +227,7 @@ class _Planner:
 
     # ------------------------------------------------------------ calls
 
-    def _call(self, step: Call) -> NativeCall:
+    def _call(self, step: Call) -> tuple[NativeCall, tuple[Any, ...]]:
         args = [self._operand(a) for a in step.args]
         named = {k: self._operand(a) for k, a in step.kwargs.items()}
         outs = []
@@ -216,7 +237,7 @@ class _Planner:
             else:
                 self._places[index] = self._new(index)
             outs.append(self._places[index])
-        return call(step.op, outs, args, named)
+        return call(step.op, outs, args, named), (*outs, *args, *named.values())
 
     def _operand(self, x: Any) -> Any:
         if isinstance(x, Ref):

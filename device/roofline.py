@@ -23,7 +23,7 @@ from device.cases import Case, Operand, Profile, Rng, Weights, act, f32, host, i
 from device.cases_dense import DYNAMIC, angles, float_weights, integer_weights
 from device.cases_kv import Batch, attention_case, scratch_cache
 from device.cases_sampling import sampling_params
-from device.contract import Device
+from device.contract import Ceilings, Device
 from device.dtypes import itemsize, numpy_dtype
 from device.trial import DeviceSide, Refused
 from device.weights import CanonicalWeight
@@ -34,14 +34,6 @@ PREFILL, DECODE, CONTEXT = 256, 8, 1024
 
 _SECONDS = 0.02  # of measuring, three times, the best of which counts
 _MAX_CALLS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Ceilings:
-    """Measured on the device: bytes/s (read and written bytes both counted), operations/s of a matrix product."""
-
-    bandwidth: float
-    rate: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 // Runs a recorded step: its calls one after another, each by all threads of the team.
-#include <time.h>
-
 #include <algorithm>
+#include <chrono>
 
 #include "call.h"
 #include "linear.h"
@@ -62,10 +61,11 @@ const JkOps& table() {
 }
 
 int64_t now() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1000000000LL + t.tv_nsec;
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
 }
+
+constexpr int kFewRows = 16;
 
 struct Job {
     JkRun run;
@@ -132,7 +132,9 @@ int jk_run(JkTeam* team, const JkCall* calls, int n, const int32_t* counts, void
         if (calls[i].op < 0 || calls[i].op >= JK_OP_COUNT || !table().fn[calls[i].op]) return i + 1;
     }
     Job job{{counts, bases, static_cast<char*>(scratch)}, calls, n, times};
-    jk_team_run(team, run_calls, &job);
+    // Steps of few rows are short against the time that a core is taken away for; in long ones the faster threads take
+    // over what the others leave.
+    jk_team_run_paced(team, n > 0 && rows_of(job.run, calls[0].arg[0]) > kFewRows, run_calls, &job);
     return 0;
 }
 

@@ -43,7 +43,10 @@ JK_API JkTeam* jk_team_new(int threads, const int* cpus);
 JK_API void jk_team_free(JkTeam*);
 // fn(arg, team, tid) on every thread; the caller is thread 0. Returns when all have returned. One caller at a time.
 JK_API void jk_team_run(JkTeam*, void (*fn)(void*, const JkTeam*, int), void* arg);
-// Every thread of the team must call it; memory written before it is seen after it. Spins briefly, then yields.
+// The same, by as many threads as are worth having beside what else runs on this machine, learnt from the runs before
+// of the same kind (0 or 1). team->threads says in fn how many they are.
+JK_API void jk_team_run_paced(JkTeam*, int kind, void (*fn)(void*, const JkTeam*, int), void* arg);
+// Every thread of the team must call it; memory written before it is seen after it. Spins briefly, then sleeps.
 void jk_barrier(const JkTeam*, int tid);
 // The next n pieces of work that nobody has taken since the last barrier (the first of them; the caller checks
 // against its total). Slow threads so get less work.
@@ -97,11 +100,13 @@ typedef struct JkCall {
 enum { JK_KV_F32 = 0, JK_KV_BF16 = 1, JK_KV_F16 = 2, JK_KV_INT8 = 3 };
 enum { JK_LANES = 16 };  // positions of a tile of K
 
-// One layer's pages. k: [blocks][heads][tiles][dim][16], v: [blocks][heads][tiles*16][vdim], scales (int8 only)
-// [blocks][heads][tiles*16] f32. tiles = ceil(block_size / 16), vdim = dim rounded up to 16; padding is never read.
+// One layer's pages: of block b, stride * b bytes behind these addresses, k [heads][tiles][dim][16],
+// v [heads][tiles*16][vdim], scales (int8 only) [heads][tiles*16] f32. tiles = ceil(block_size / 16), vdim = dim
+// rounded up to 16; padding is never read.
 typedef struct JkKVLayer {
     void *k, *v;
     float *k_scale, *v_scale;
+    int64_t stride;
     int32_t dtype, heads, dim, vdim, block_size, tiles;
 } JkKVLayer;
 

@@ -128,6 +128,11 @@ void load_queries(const Op& op, const Item& item, const Space& m) {
     }
 }
 
+template <class T>
+const T* in_block(const void* base, int64_t offset) {
+    return reinterpret_cast<const T*>(static_cast<const char*>(base) + offset);
+}
+
 // Pages that are read by many queries are turned into float32 once.
 template <class L>
 void widen(const typename L::T* from, int64_t n, float* to) {
@@ -192,12 +197,12 @@ void span(const Op& op, const Item& item, const Space& m, int number) {
     int start[kSpanTiles] = {}, width[kSpanTiles] = {}, lanes[kSpanTiles] = {};
     for (int t = 0; t < tiles; t++) {
         const int tile = first + t;
-        const int64_t page =
-            ((int64_t)op.table[item.b * op.ld_table + tile / l.tiles] * l.heads + item.head) * l.tiles + tile % l.tiles;
-        k[t] = static_cast<const T*>(l.k) + page * l.dim * JK_LANES;
-        v[t] = static_cast<const T*>(l.v) + page * JK_LANES * l.vdim;
-        k_scale[t] = l.k_scale + page * JK_LANES;
-        v_scale[t] = l.v_scale + page * JK_LANES;
+        const int64_t block = op.table[item.b * op.ld_table + tile / l.tiles] * l.stride;
+        const int64_t page = (int64_t)item.head * l.tiles + tile % l.tiles;
+        k[t] = in_block<T>(l.k, block) + page * l.dim * JK_LANES;
+        v[t] = in_block<T>(l.v, block) + page * JK_LANES * l.vdim;
+        k_scale[t] = l.k_scale ? in_block<float>(l.k_scale, block) + page * JK_LANES : nullptr;
+        v_scale[t] = l.v_scale ? in_block<float>(l.v_scale, block) + page * JK_LANES : nullptr;
         start[t] = tile_start(l, tile);
         width[t] = tile_width(l, tile);
         const int live = item.most - start[t] + 1;

@@ -32,14 +32,13 @@ inline void write_lanes(F v, float* y, int valid) {
     for (int i = 0; i < valid; i++) y[i] = all[i];
 }
 
-// y = acc (+ the segment's constant) (+ bias), for MR rows and the lanes part*L … of a tile
-template <int MR, int NS>
-inline void finish_rows(const Piece& p, int tile, int part, int row, const F (&acc)[MR][NS]) {
+// y = acc (+ the segment's constant) (+ bias), for MR rows and N vectors of outputs from `column` on
+template <int MR, int N>
+inline void finish_rows(const Piece& p, int column, int row, const F (&acc)[MR][N]) {
     const Segment& s = *p.segment;
-    for (int n = 0; n < NS; n++) {
-        const int column = tile * TILE + (part + n) * L;
+    for (int n = 0; n < N; n++, column += L) {
         const int valid = s.rows - column;
-        if (valid <= 0) continue;
+        if (valid <= 0) return;
         F more = s.add ? f_load(s.add + column) : f_zero();
         F bias = f_zero();
         if (p.bias) {
@@ -56,90 +55,154 @@ inline void finish_rows(const Piece& p, int tile, int part, int row, const F (&a
     }
 }
 
+// Lines of a block: the values of N vectors of outputs against MR rows of x. What is read of x serves all N.
 struct FourBits {  // lines of 8 columns
     static constexpr int COLUMNS = 8;
-    template <class D, int MR>
-    static inline void line(const uint8_t* w, D (&dot)[MR], const Input (&x)[MR], int k) {
-        const B v = b_load(w);
-        const B low = b_low(v), high = b_high(v);
-        for (int r = 0; r < MR; r++) dot[r].add(low, x[r].q + k);
-        for (int r = 0; r < MR; r++) dot[r].add(high, x[r].q + k + 4);
+    template <class D, int MR, int N>
+    static inline void line(const uint8_t* const (&w)[N], int at, D (&dot)[MR][N], const Input (&x)[MR], int k) {
+        B low[N], high[N];
+        for (int n = 0; n < N; n++) {
+            const B v = b_load(w[n] + at);
+            low[n] = b_low(v);
+            high[n] = b_high(v);
+        }
+        for (int r = 0; r < MR; r++)
+            for (int n = 0; n < N; n++) dot[r][n].add(low[n], x[r].q + k);
+        for (int r = 0; r < MR; r++)
+            for (int n = 0; n < N; n++) dot[r][n].add(high[n], x[r].q + k + 4);
     }
 };
 struct EightBits {  // lines of 4 columns
     static constexpr int COLUMNS = 4;
-    template <class D, int MR>
-    static inline void line(const uint8_t* w, D (&dot)[MR], const Input (&x)[MR], int k) {
-        const B v = b_load(w);
-        for (int r = 0; r < MR; r++) dot[r].add(v, x[r].q + k);
+    template <class D, int MR, int N>
+    static inline void line(const uint8_t* const (&w)[N], int at, D (&dot)[MR][N], const Input (&x)[MR], int k) {
+        B v[N];
+        for (int n = 0; n < N; n++) v[n] = b_load(w[n] + at);
+        for (int r = 0; r < MR; r++)
+            for (int n = 0; n < N; n++) dot[r][n].add(v[n], x[r].q + k);
     }
 };
 
-// BLOCK columns share a scale of x; ONE: and of w. NS vectors of outputs (from `part` on), MR rows of x.
-template <class Q, class D, int BLOCK, bool ONE, bool OFFSET, int MR, int NS>
-__attribute__((noinline)) void dot_tile(const Piece& p, int tile, int part, int row) {
+// Where the values of a tile lie; those of the next one `stride` bytes behind.
+struct Values {
+    const uint8_t* base;
+    size_t stride;
+};
+
+inline Values packed_values(const Segment& s, int tile) {
+    return {s.data + size_t(tile) * s.tile_bytes + s.values_at, s.tile_bytes};
+}
+
+// BLOCK columns share a scale of x; ONE: and of w. N vectors of outputs (from `part` on; whole tiles where they are
+// more than one tile has), MR rows of x.
+template <class Q, class D, int BLOCK, bool ONE, bool OFFSET, int MR, int N>
+__attribute__((noinline)) void dot_tile(const Piece& p, const Values& v, int tile, int part, int row) {
     const Segment& s = *p.segment;
-    const uint8_t* data = s.data + size_t(tile) * s.tile_bytes;
-    const uint8_t* w = data + s.values_at + part * L * 4;
-    const uint8_t* offsets = data + s.offsets_at;
+    const uint8_t* data[N];
+    const uint8_t* w[N];
+    int lane[N];
+    for (int n = 0; n < N; n++) {
+        const size_t t = size_t((part + n) / PARTS);
+        data[n] = s.data + (size_t(tile) + t) * s.tile_bytes;
+        lane[n] = (part + n) % PARTS * L;
+        w[n] = v.base + t * v.stride + lane[n] * 4;
+    }
     constexpr int LINES = BLOCK / Q::COLUMNS;
     Input x[MR];
     for (int r = 0; r < MR; r++) x[r] = input_of(s, p.x + (row + r) * p.x_stride);
-    F acc[MR][NS];
+    F acc[MR][N];
     for (int r = 0; r < MR; r++)
-        for (int n = 0; n < NS; n++) acc[r][n] = f_zero();
+        for (int n = 0; n < N; n++) acc[r][n] = f_zero();
     const int per = ONE ? 1 : s.blocks_per_group;
     const bool half = s.half;
-    // a row alone is bound by memory: what a core reads runs on through the tiles, so a fixed distance ahead is next
-    const uint8_t* ahead = data + 4096;
-    const size_t step = MR <= 2 ? (s.tile_bytes / (size_t(s.groups) * per) + 63) / 64 * 64 : 0;
+    // few rows are bound by memory: what a core reads runs on through the tiles, so a fixed distance ahead is next
+    constexpr int TILES = N > PARTS ? N / PARTS : 1;
+    const uint8_t* ahead = data[0] + (TILES > 1 ? TILES * s.tile_bytes : 4096);
+    const bool first = row == 0 && part == 0 && p.rows <= 64;
+    const size_t step = first ? (TILES * s.tile_bytes / (size_t(s.groups) * per) + 63) / 64 * 64 : 0;
     int b = 0;
     for (int g = 0; g < s.groups; g++) {
-        F scale[NS], offset[NS];
-        for (int n = 0; n < NS; n++) {
-            scale[n] = scale_at(data, half, g, (part + n) * L);
-            if (OFFSET) offset[n] = scale_at(offsets, half, g, (part + n) * L);
+        F scale[N], offset[N];
+        for (int n = 0; n < N; n++) {
+            scale[n] = scale_at(data[n], half, g, lane[n]);
+            if (OFFSET) offset[n] = scale_at(data[n] + s.offsets_at, half, g, lane[n]);
         }
         for (int j = 0; j < per; j++, b++) {
-            if (MR <= 2) {
-                for (size_t at = 0; at < step; at += 64) __builtin_prefetch(ahead + at);
-                ahead += step;
-            }
-            for (int n = 0; n < NS; n++) {
-                D dot[MR];
-                for (int r = 0; r < MR; r++) dot[r].start(x[r].negated + b);
+            for (size_t at = 0; at < step; at += 64) __builtin_prefetch(ahead + at);
+            ahead += step;
+            D dot[MR][N];
+            for (int r = 0; r < MR; r++)
+                for (int n = 0; n < N; n++) dot[r][n].start(x[r].negated + b);
 JK_UNROLL
-                for (int i = 0; i < LINES; i++) {
-                    Q::line(w + i * 64 + n * L * 4, dot, x, b * BLOCK + i * Q::COLUMNS);
-                }
-                for (int r = 0; r < MR; r++) {
+            for (int i = 0; i < LINES; i++) Q::line(w, b * LINES * 64 + i * 64, dot, x, b * BLOCK + i * Q::COLUMNS);
+            for (int r = 0; r < MR; r++) {
+                for (int n = 0; n < N; n++) {
                     const F both = f_mul(scale[n], f_set(x[r].scale[b]));
-                    acc[r][n] = f_fma(f_of(dot[r].finish()), both, acc[r][n]);
+                    acc[r][n] = f_fma(f_of(dot[r][n].finish()), both, acc[r][n]);
                     if (OFFSET) acc[r][n] = f_fma(offset[n], f_set(x[r].weighted[b]), acc[r][n]);
                 }
             }
-            w += LINES * 64;
         }
     }
-    finish_rows<MR, NS>(p, tile, part, row, acc);
+    finish_rows<MR, N>(p, tile * TILE + part * L, row, acc);
+}
+
+// All rows against N vectors of outputs.
+template <class Q, class D, int BLOCK, bool ONE, bool OFFSET, int N>
+void dot_rows(const Piece& p, const Values& v, int tile, int part) {
+    int row = 0;
+    constexpr int MANY_ROWS = MANY / N, SOME = MANY_ROWS < 4 ? MANY_ROWS : 4, FEW = MANY_ROWS < 2 ? 1 : 2;
+    for (; row + MANY_ROWS <= p.rows; row += MANY_ROWS)
+        dot_tile<Q, D, BLOCK, ONE, OFFSET, MANY_ROWS, N>(p, v, tile, part, row);
+    for (; row + SOME <= p.rows; row += SOME) dot_tile<Q, D, BLOCK, ONE, OFFSET, SOME, N>(p, v, tile, part, row);
+    for (; row + FEW <= p.rows; row += FEW) dot_tile<Q, D, BLOCK, ONE, OFFSET, FEW, N>(p, v, tile, part, row);
+    if (row < p.rows) dot_tile<Q, D, BLOCK, ONE, OFFSET, 1, N>(p, v, tile, part, row);
+}
+
+// From so many rows on, four-bit values are taken apart once for all of them, if two tiles of them find room here.
+constexpr int ROWS_TO_UNPACK = 24;
+constexpr size_t UNPACKED = 64 << 10;
+
+// Lines of 8 four-bit columns as two lines of 4 columns, a byte each.
+inline void unpack(const uint8_t* from, int columns, uint8_t* to) {
+    for (int k = 0; k < columns; k += 8, from += 64, to += 128) {
+        for (int i = 0; i < 64; i++) {
+            to[i] = from[i] & 15;
+            to[64 + i] = uint8_t(from[i] >> 4);
+        }
+    }
+}
+
+// TILES tiles, all rows.
+template <class Q, class D, int BLOCK, bool ONE, bool OFFSET, int TILES>
+void dot_some(const Piece& p, int tile, uint8_t* room) {
+    constexpr int N = TILES * PARTS < WIDE ? TILES * PARTS : WIDE;
+    const Segment& s = *p.segment;
+    const size_t bytes = size_t(s.padded) * TILE;
+    if (Q::COLUMNS == 8 && p.rows >= ROWS_TO_UNPACK && TILES * bytes <= UNPACKED) {
+        for (int t = 0; t < TILES; t++) unpack(packed_values(s, tile + t).base, s.padded, room + t * bytes);
+        for (int part = 0; part < TILES * PARTS; part += N)
+            dot_rows<EightBits, D, BLOCK, ONE, OFFSET, N>(p, {room, bytes}, tile, part);
+        return;
+    }
+    for (int part = 0; part < TILES * PARTS; part += N)
+        dot_rows<Q, D, BLOCK, ONE, OFFSET, N>(p, packed_values(s, tile), tile, part);
 }
 
 template <class Q, class D, int BLOCK, bool ONE, bool OFFSET>
 void dot_tiles(const Piece& p) {
-    for (int t = p.tile; t < p.tile + p.tiles; t++) {
-        int row = 0;
-        for (; row + MANY <= p.rows; row += MANY)
-            for (int part = 0; part < PARTS; part++) dot_tile<Q, D, BLOCK, ONE, OFFSET, MANY, 1>(p, t, part, row);
-        if (MANY > 4 && row + 4 <= p.rows) {
-            for (int part = 0; part < PARTS; part++) dot_tile<Q, D, BLOCK, ONE, OFFSET, 4, 1>(p, t, part, row);
-            row += 4;
-        }
-        if (MANY > 2 && row + 2 <= p.rows) {
-            for (int part = 0; part < PARTS; part++) dot_tile<Q, D, BLOCK, ONE, OFFSET, 2, 1>(p, t, part, row);
-            row += 2;
-        }
-        if (row < p.rows) dot_tile<Q, D, BLOCK, ONE, OFFSET, 1, PARTS>(p, t, 0, row);
+    int t = p.tile;
+    const int end = p.tile + p.tiles;
+    if (p.rows == 1) {
+        for (; t < end; t++)
+            dot_tile<Q, D, BLOCK, ONE, OFFSET, 1, PARTS>(p, packed_values(*p.segment, t), t, 0, 0);
+        return;
     }
+    alignas(64) uint8_t room[Q::COLUMNS == 8 ? UNPACKED : 64];
+    constexpr int TOGETHER = WIDE > PARTS ? WIDE / PARTS : 1;
+    if (TOGETHER > 1)
+        for (; t + TOGETHER <= end; t += TOGETHER) dot_some<Q, D, BLOCK, ONE, OFFSET, TOGETHER>(p, t, room);
+    for (; t < end; t++) dot_some<Q, D, BLOCK, ONE, OFFSET, 1>(p, t, room);
 }
 
 template <class Q, class D, int BLOCK, bool ONE>

@@ -73,7 +73,7 @@ __attribute__((noinline)) void fma_tile(const Piece& p, int tile, int part, int 
             });
         }
     }
-    finish_rows<MR, 1>(p, tile, part, row, acc);
+    finish_rows<MR, 1>(p, tile * TILE + part * L, row, acc);
 }
 
 template <class C>

@@ -27,7 +27,8 @@ inline int32_t load32(const int8_t* p) {
 #if defined(JK_ISA_AVX512)
 
 constexpr int L = 16;
-constexpr int MANY = 8;  // rows of x at a time
+constexpr int MANY = 12;  // products of a row of x with L outputs at a time
+constexpr int WIDE = 2;   // vectors of outputs that each number of x is used for
 using F = __m512;
 using I = __m512i;
 using B = __m512i;  // 4 columns of L rows, a byte each
@@ -70,6 +71,7 @@ using Dot8 = Dot<7>;
 
 constexpr int L = 8;
 constexpr int MANY = 4;
+constexpr int WIDE = 1;
 using F = __m256;
 using I = __m256i;
 using B = __m256i;
@@ -142,6 +144,7 @@ struct WideDot8 {
 
 constexpr int L = 4;
 constexpr int MANY = 4;
+constexpr int WIDE = 1;
 using F = float32x4_t;
 using I = int32x4_t;
 using B = uint8x16_t;
@@ -190,6 +193,7 @@ struct Dot8 {
 
 constexpr int L = 16;
 constexpr int MANY = 2;
+constexpr int WIDE = 1;
 struct F {
     float v[L];
 };

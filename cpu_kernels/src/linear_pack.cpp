@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <mutex>
 #include <new>
 
 #ifdef __linux__
@@ -252,21 +253,54 @@ void plan_view(const JkCanonical& c, JkWeight* w, Segment* s) {
 
 namespace jk {
 
-// Large weights in pages of 2 MiB where the system gives them: a core that streams then misses no address.
-Memory memory_take(size_t bytes) {
-    const size_t large = size_t(2) << 20;
-    const size_t align = bytes >= large ? large : 64;
-    const size_t size = up(bytes, bytes >= large ? 4096 : 64);
-    void* p = nullptr;
-    if (posix_memalign(&p, align, size)) return {nullptr, 0};
+// Weights lie one behind another in slabs of pages of 2 MiB, where the system gives them: a core that streams a model
+// then misses no address. A slab is freed with the last of its weights.
+struct Slab {
+    char* base;
+    size_t size, used;
+    int weights;
+};
+
+namespace {
+constexpr size_t LARGE_PAGE = size_t(2) << 20, SLAB = size_t(16) << 20;
+std::mutex slabs;
+Slab* open_slab = nullptr;
+
+Slab* new_slab(size_t bytes) {
+    const size_t size = up(bytes > SLAB / 2 ? bytes : SLAB, LARGE_PAGE);
+    void* base = nullptr;
+    if (posix_memalign(&base, LARGE_PAGE, size)) return nullptr;
 #ifdef __linux__
-    if (bytes >= large) madvise(p, size / large * large, MADV_HUGEPAGE);
+    madvise(base, size, MADV_HUGEPAGE);
 #endif
-    memset(p, 0, size);
-    return {p, size};
+    Slab* made = new (std::nothrow) Slab{static_cast<char*>(base), size, 0, 0};
+    if (!made) free(base);
+    return made;
+}
+}  // namespace
+
+Memory memory_take(size_t bytes) {
+    const size_t size = up(bytes, 64);
+    std::lock_guard<std::mutex> hold(slabs);
+    Slab* slab = open_slab;
+    if (!slab || slab->size - slab->used < size) {
+        if (!(slab = new_slab(size))) return {nullptr, 0, nullptr};
+        if (slab->size - size > LARGE_PAGE) open_slab = slab;  // room for more
+    }
+    void* base = slab->base + slab->used;
+    slab->used += size;
+    slab->weights++;
+    memset(base, 0, size);
+    return {base, size, slab};
 }
 
-void memory_give(Memory m) { free(m.base); }
+void memory_give(Memory m) {
+    std::lock_guard<std::mutex> hold(slabs);
+    if (--m.slab->weights) return;
+    if (m.slab == open_slab) open_slab = nullptr;
+    free(m.slab->base);
+    delete m.slab;
+}
 
 }  // namespace jk
 

@@ -5,11 +5,13 @@
 
 namespace jk {
 constexpr int MAX_SEGMENTS = 8;
+struct Slab;
 struct Memory {
     void* base;
     size_t bytes;
+    Slab* slab;
 };
-Memory memory_take(size_t bytes);  // zeroed, 64-byte aligned (2 MiB where large); base null on failure
+Memory memory_take(size_t bytes);  // zeroed, 64-byte aligned; base null on failure
 void memory_give(Memory);
 }  // namespace jk
 

@@ -26,38 +26,41 @@ inline void rotate(const float* x, const float* angles, int dim, int rot, float*
     for (i = rot; i < dim; i++) y[i] = x[i];
 }
 
-// Where element d of a slot's K or V of one head stands in its page, as start and step.
+// Where a slot's K or V of one head stands: element d at page + (start + d * step), and its scale.
 struct Place {
-    int64_t start, step, scale;
+    char* page;
+    int64_t start, step;
+    float* scale;
 };
 
 inline Place place_of(const JkKVLayer& l, bool value, int head, int slot) {
-    const int64_t block = slot / l.block_size, r = slot % l.block_size;
-    const int64_t page = block * l.heads + head;
-    const int64_t scale = page * l.tiles * JK_LANES + r;
-    if (value) return {(page * l.tiles * JK_LANES + r) * l.vdim, 1, scale};
-    return {(page * l.tiles + r / JK_LANES) * l.dim * JK_LANES + r % JK_LANES, JK_LANES, scale};
+    const int64_t block = (int64_t)(slot / l.block_size) * l.stride, r = slot % l.block_size;
+    char* page = static_cast<char*>(value ? l.v : l.k) + block;
+    const int64_t own = (int64_t)head * l.tiles * JK_LANES + r;
+    float* scales = value ? l.v_scale : l.k_scale;
+    float* scale = scales ? reinterpret_cast<float*>(reinterpret_cast<char*>(scales) + block) + own : nullptr;
+    if (value) return {page, own * l.vdim, 1, scale};
+    return {page, ((int64_t)head * l.tiles + r / JK_LANES) * l.dim * JK_LANES + r % JK_LANES, JK_LANES, scale};
 }
 
 inline void store_head(const float* x, const JkKVLayer& l, bool value, int head, int slot) {
     if (slot < 0) return;
     const Place p = place_of(l, value, head, slot);
-    void* page = value ? l.v : l.k;
     if (l.dtype == JK_KV_F32) {
-        float* to = static_cast<float*>(page) + p.start;
+        float* to = reinterpret_cast<float*>(p.page) + p.start;
         for (int d = 0; d < l.dim; d++) to[d * p.step] = x[d];
     } else if (l.dtype == JK_KV_BF16) {
-        uint16_t* to = static_cast<uint16_t*>(page) + p.start;
+        uint16_t* to = reinterpret_cast<uint16_t*>(p.page) + p.start;
         for (int d = 0; d < l.dim; d++) to[d * p.step] = to_bf16(x[d]);
     } else if (l.dtype == JK_KV_F16) {
-        uint16_t* to = static_cast<uint16_t*>(page) + p.start;
+        uint16_t* to = reinterpret_cast<uint16_t*>(p.page) + p.start;
         for (int d = 0; d < l.dim; d++) to[d * p.step] = to_f16(x[d]);
     } else {
         float top = 0;
         for (int d = 0; d < l.dim; d++) top = fabsf(x[d]) > top ? fabsf(x[d]) : top;
         const float scale = top / 127.0f, by = scale == 0 ? 1.0f : scale;
-        (value ? l.v_scale : l.k_scale)[p.scale] = scale;
-        int8_t* to = static_cast<int8_t*>(page) + p.start;
+        *p.scale = scale;
+        int8_t* to = reinterpret_cast<int8_t*>(p.page) + p.start;
         for (int d = 0; d < l.dim; d++) {
             const float q = rintf(x[d] / by);
             to[d * p.step] = (int8_t)(q > 127 ? 127 : q < -127 ? -127 : q);
@@ -73,9 +76,9 @@ inline void read_head(const JkKVLayer& l, bool value, int head, int slot, void* 
         return;
     }
     const Place p = place_of(l, value, head, slot);
-    const void* page = value ? l.v : l.k;
+    const void* page = p.page;
     if (l.dtype == JK_KV_INT8) {
-        const float scale = (value ? l.v_scale : l.k_scale)[p.scale];
+        const float scale = *p.scale;
         for (int d = 0; d < l.dim; d++) {
             static_cast<float*>(out)[d] = static_cast<const int8_t*>(page)[p.start + d * p.step] * scale;
         }

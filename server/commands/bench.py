@@ -25,6 +25,7 @@ from server.commands.options import (
     teller,
     with_settings,
 )
+from server.commands.trace import Line, Trace, as_row, table
 
 if TYPE_CHECKING:
     from runtime.engine import Engine
@@ -39,9 +40,12 @@ STREAMS = 16
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the rows here.")
 @click.option("--repeat", type=click.IntRange(1, 100), default=3, show_default=True, help="Runs of each measurement.")
 @click.option("--tokens", type=click.IntRange(2, 4096), default=64, show_default=True, help="Tokens decoded in a run.")
+@click.option("--trace", is_flag=True, help="Also show one decode step and one prefill step, op by op.")
 @click.option("--verbose", is_flag=True, help="Print what start-up chose and why.")
 @with_settings(*ENGINE, leave_out=("model",))
-def bench(model: str | None, json_file: Path | None, repeat: int, tokens: int, verbose: bool, **options: Any) -> None:
+def bench(
+    model: str | None, json_file: Path | None, repeat: int, tokens: int, trace: bool, verbose: bool, **options: Any
+) -> None:
     """Measure MODEL (default smollm2-135m): loading, prefill, decoding by one stream and by 16, first token, memory.
 
     \b
@@ -54,6 +58,9 @@ def bench(model: str | None, json_file: Path | None, repeat: int, tokens: int, v
 
     Prompts are random ids and no two are alike, so that the prefix cache has no part in it. Shown is the median of
     --repeat runs, and how far they lie apart (largest less smallest, over the median).
+
+    --trace shows where a step's time goes: each op's calls, and the least time for the bytes they move and the products
+    they compute, at the read bandwidth and the integer rate measured on this machine just now.
     """
     resolved = resolve_settings(options, chosen_model(options, model))
     say(f"loading {resolved.values['model']}")
@@ -62,9 +69,13 @@ def bench(model: str | None, json_file: Path | None, repeat: int, tokens: int, v
     loaded = time.monotonic() - started
     engine.start()
     try:
+        traced = Trace(engine.device) if trace else None
         rows = [_row("load", [loaded], "s"), *measure(engine, repeat, tokens)]
+        profiles = profile(engine, traced, tokens) if traced else {}
     finally:
         engine.shutdown()
+    shown = list(rows)
+    rows += [as_row(name, line) for name, lines in profiles.items() for line in lines]
     for row in rows:
         row["device"], row["cpu"] = engine.device.caps.name, platform.processor() or platform.machine()
         if engine.model_id != "smollm2-135m":
@@ -72,10 +83,12 @@ def bench(model: str | None, json_file: Path | None, repeat: int, tokens: int, v
     if json_file is not None:
         json_file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     click.echo(f"{engine.model_id} on {engine.device.caps.name}, median of {repeat}")
-    width = max(len(row["metric"]) for row in rows)
-    for row in rows:
+    width = max(len(row["metric"]) for row in shown)
+    for row in shown:
         spread = f"  ±{100 * row['spread'] / 2:.0f} %" if repeat > 1 and row["spread"] is not None else ""
         click.echo(f"  {row['metric']:<{width}}  {row['ours']:>10.1f} {row['unit']}{spread}")
+    for name, lines in profiles.items():
+        click.echo("\n".join(["", *table(name, lines)]))
 
 
 def measure(engine: Engine, repeat: int, tokens: int) -> list[dict[str, Any]]:
@@ -115,6 +128,32 @@ def measure(engine: Engine, repeat: int, tokens: int) -> list[dict[str, Any]]:
         say(f"measuring {name} ({number} of {len(jobs)}), {repeat} time(s)")
         rows.append(_row(name, [job() for _ in range(repeat)], unit))
     return [*rows, _row("memory", [_peak_memory() / (1 << 20)], "MiB")]
+
+
+def profile(engine: Engine, trace: Trace, tokens: int) -> dict[str, list[Line]]:
+    """The ops of a decode step of one stream, of one of 16, and of the largest prefill step."""
+    from device.roofline import measure_ceilings
+
+    rng = random.Random(1)
+
+    def prompts(count: int, size: int) -> list[tuple[int, ...]]:
+        return [tuple(rng.randrange(engine.vocab_size) for _ in range(size)) for _ in range(count)]
+
+    short = min(PROMPT_TOKENS, engine.max_model_len // 2)
+    tokens = min(tokens, engine.max_model_len - short)
+    ceilings = engine.device.ceilings() or measure_ceilings(engine.device)
+    found = {}
+    with trace:
+        run(engine, prompts(1, short), tokens)
+    found["decode"] = trace.lines(1, ceilings)
+    with trace:
+        run(engine, prompts(STREAMS, short), tokens)
+    found[f"batch{STREAMS}"] = trace.lines(STREAMS, ceilings)
+    with trace:
+        for prompt in prompts(3, min(PREFILL_TOKENS, engine.max_model_len - 1)):
+            run(engine, [prompt], 1)
+    found["prefill"] = trace.lines(trace.most_rows(), ceilings)
+    return found
 
 
 def run(engine: Engine, prompts: list[tuple[int, ...]], tokens: int) -> tuple[float, float, int]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from device.dtypes import numpy_dtype
 from device.errors import DeviceError
-from device.serial import Job, SerialQueue
+from tests.support.worker_queue import Job, SerialQueue
 
 POISON_INT = -12345
 _HELD_TOO_LONG = 60.0
