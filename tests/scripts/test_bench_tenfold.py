@@ -40,6 +40,7 @@ def measured(tenfold: ModuleType, rates: list[list[float]], **more: float) -> li
     """What rounds found, by row, with these throughputs."""
     keys = [key for _, key, _ in tenfold.COLUMNS if key not in ("gain", "throughput")]
     plain = dict.fromkeys(keys, 1.0) | {"load": 9.0, "prefix_share": 0.0, "drafted": 0.0, "accepted_share": 0.0}
+    plain["stall_s"] = 0.0
     return [[{**plain, **more, "throughput": rate} for rate in row] for row in rates]
 
 
@@ -120,6 +121,19 @@ def test_a_load_that_a_row_keeps_up_with_is_said(tenfold: ModuleType) -> None:
     assert lines[0] == "total 12.00x, goal 10x: reached"
     assert sum("not saturated" in line for line in lines) == len(rows)
     assert "drafted tokens accepted: 25% of 200" in lines
+
+
+def test_a_row_is_run_again_when_the_machine_stood_still(
+    tenfold: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stalls = [14.0, 85.0, 0.1, 20.0, 20.0, 20.0, 0.0]
+    monkeypatch.setattr(tenfold, "in_own_process", lambda index, args: {"stall_s": stalls.pop(0)})
+    assert tenfold.without_stall(0, tenfold.parse([])) == {"stall_s": 0.1}
+    assert tenfold.without_stall(0, tenfold.parse([])) == {"stall_s": 20.0} and stalls == [0.0]
+    assert capsys.readouterr().err.count("stood still") == 5
+    rates = [[float(i)] for i in range(1, len(tenfold.ROWS) + 1)]
+    lines = tenfold.verdict(tenfold.summarise(measured(tenfold, rates, stall_s=20.0)))
+    assert sum("not to be trusted" in line for line in lines) == len(tenfold.ROWS)
 
 
 @pytest.mark.parametrize("markdown", [False, True])
