@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from cpu_kernels.build import find_compiler
 from server.cli import main
 from tests.support.engines import DATA, tiny_engine
 
@@ -290,6 +291,36 @@ def test_bench_prints_and_writes_rows(tmp_path: Path) -> None:
     ]
     for row in rows:
         assert row["ours"] > 0 and row["unit"] and row["metric"] in done.stdout
+
+
+def test_bench_trace_accounts_for_every_op_of_a_step(tmp_path: Path) -> None:
+    bad = jumar("bench", *TINY, "--repeat", "1", "--tokens", "4", "--kernels", "numpy", "--trace")
+    assert bad.exit_code != 0 and "does not time the ops of a step" in bad.output + bad.stderr
+    if find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    file = tmp_path / "rows.json"
+    done = jumar(
+        "bench", *TINY, "--repeat", "1", "--tokens", "4", "--trace", "--kernels", "native", "--json", str(file)
+    )
+    assert done.exit_code == 0, done.output
+    layers = json.loads((Path(TINY[0]) / "config.json").read_text())["num_hidden_layers"]
+    rows = {row["metric"]: row for row in json.loads(file.read_text())}
+    for step in ("decode", "batch16", "prefill"):
+        found = {
+            name.split(":")[1].split()[0]: row
+            for name, row in rows.items()
+            if name.startswith(f"{step}:") and "calls" in row
+        }
+        assert found["paged_attention"]["calls"] == found["qkv_rope_store"]["calls"] == layers
+        assert found["act_linear"]["calls"] == layers and found["act_linear"]["operations"] > 0
+        assert found["sample"]["calls"] == 1 and all(row["ours"] > 0 for row in found.values())
+        assert step in done.stdout
+    # the least work of a step, counted by hand: 16 rows, each with its own multiply-adds
+    down = "act_linear"
+    one, many = (
+        next(row for name, row in rows.items() if name.startswith(f"{s}:{down}")) for s in ("decode", "batch16")
+    )
+    assert many["operations"] == 16 * one["operations"] and one["bytes"] < many["bytes"] < 16 * one["bytes"]
 
 
 # ---------------------------------------------------------------- serve, as a process
