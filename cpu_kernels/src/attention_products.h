@@ -35,13 +35,14 @@ void scores(const float* q, int64_t ldq, const typename L::T* const* k, int dim,
             for (int v = 0; v < kVecs; v++) store(s + i * kSpan + t * JK_LANES + v * W, sum[i][t][v]);
 }
 
-// o[q][d] = sum over tiles and lanes, in order, of p[q][tile*16 + lane] * v[tile][lane][d], for ND vectors of d.
+// o[q][d] = sum over tiles and lanes, in order, of p[q][tile*16 + lane] * v[tile][lane][d], for ND vectors of d. more:
+// on top of what o holds.
 template <class L, int NQ, int ND>
 void weighted(const float* p, const typename L::T* const* v, const int* lanes, int tiles, int vdim, float* o,
-              int64_t ldo) {
+              int64_t ldo, bool more) {
     V sum[NQ][ND];
     for (int i = 0; i < NQ; i++)
-        for (int n = 0; n < ND; n++) sum[i][n] = V{};
+        for (int n = 0; n < ND; n++) sum[i][n] = more ? load(o + i * ldo + n * W) : V{};
     for (int t = 0; t < tiles; t++) {
         const typename L::T* row = v[t];
         const float* weight = p + t * JK_LANES;
@@ -63,6 +64,7 @@ constexpr int kScoreQ = W == 16 ? 4 : W == 8 ? 4 : 2;
 constexpr int kScoreT = W == 16 ? 4 : 1;
 constexpr int kValueQ = W == 16 ? 4 : W == 8 ? 3 : 2;
 constexpr int kValueD = 4;
+constexpr int kValueT = 4;
 
 template <class L, int NT>
 void score_queries(const float* q, int64_t ldq, int nq, const typename L::T* const* k, int dim, float* s) {
@@ -92,22 +94,22 @@ void score_tiles(const float* q, int64_t ldq, int nq, const typename L::T* const
 
 template <class L, int ND>
 void value_queries(const float* p, int nq, const typename L::T* const* v, const int* lanes, int tiles, int vdim,
-                   float* o, int64_t ldo) {
+                   float* o, int64_t ldo, bool more) {
     int i = 0;
     for (; i + kValueQ <= nq; i += kValueQ) {
-        weighted<L, kValueQ, ND>(p + i * kSpan, v, lanes, tiles, vdim, o + i * ldo, ldo);
+        weighted<L, kValueQ, ND>(p + i * kSpan, v, lanes, tiles, vdim, o + i * ldo, ldo, more);
     }
     p += i * kSpan;
     o += i * ldo;
     switch (nq - i) {
         case 3:
-            weighted<L, 3, ND>(p, v, lanes, tiles, vdim, o, ldo);
+            weighted<L, 3, ND>(p, v, lanes, tiles, vdim, o, ldo, more);
             break;
         case 2:
-            weighted<L, 2, ND>(p, v, lanes, tiles, vdim, o, ldo);
+            weighted<L, 2, ND>(p, v, lanes, tiles, vdim, o, ldo, more);
             break;
         case 1:
-            weighted<L, 1, ND>(p, v, lanes, tiles, vdim, o, ldo);
+            weighted<L, 1, ND>(p, v, lanes, tiles, vdim, o, ldo, more);
             break;
     }
 }
@@ -118,13 +120,17 @@ void value_tiles(const float* p, int nq, const typename L::T* const* v, const in
     const typename L::T* part[kSpanTiles];
     for (int d = 0; d < vdim;) {
         for (int t = 0; t < tiles; t++) part[t] = v[t] + d;
-        if (vdim - d >= kValueD * W) {
-            value_queries<L, kValueD>(p, nq, part, lanes, tiles, vdim, o + d, ldo);
-            d += kValueD * W;
-        } else {
-            value_queries<L, 1>(p, nq, part, lanes, tiles, vdim, o + d, ldo);
-            d += W;
+        const bool many = vdim - d >= kValueD * W;
+        // so many tiles that they stay in a core's first cache while all queries go over them
+        for (int t = 0; t < tiles; t += kValueT) {
+            const int n = tiles - t < kValueT ? tiles - t : kValueT;
+            const float* weights = p + t * JK_LANES;
+            if (many)
+                value_queries<L, kValueD>(weights, nq, part + t, lanes + t, n, vdim, o + d, ldo, t > 0);
+            else
+                value_queries<L, 1>(weights, nq, part + t, lanes + t, n, vdim, o + d, ldo, t > 0);
         }
+        d += many ? kValueD * W : W;
     }
 }
 

@@ -38,6 +38,7 @@ namespace {
 constexpr size_t OWN_VIEWS = 8192;
 // Rows of x at a time against a run of tiles: what they take has room in a core's second cache.
 constexpr size_t PANEL_BYTES = 256 << 10;
+constexpr int FEW_ROWS = 16;
 // What a thread takes at a time once its own share is done.
 constexpr size_t TAKE_BYTES = 16 << 10;
 
@@ -85,16 +86,19 @@ void tiles(const Call& c, int first, int end) {
     }
 }
 
-// Five eighths in one run for each thread, the same in every step; the rest by whoever has time.
+// Few rows: one run of tiles for each thread, which streams them from memory; a change of place costs more than a
+// thread that is late. Many rows: five eighths so, the rest by whoever has time.
 void divide(const Call& c, const JkTeam* team, int tid) {
     const int all = c.w->tiles, threads = team->threads;
-    if (threads == 1) return tiles(c, 0, all);
-    const int own = all * 5 / 8 / threads;
+    if (c.rows <= FEW_ROWS || threads == 1) {
+        return tiles(c, int(int64_t(all) * tid / threads), int(int64_t(all) * (tid + 1) / threads));
+    }
+    const int own = all * 5 / 8 / threads / 2 * 2;  // pairs of tiles are computed together
     if (own) tiles(c, tid * own, (tid + 1) * own);
     const int begin = own * threads, left = all - begin;
     int take = int(TAKE_BYTES / c.w->segments[0].tile_bytes);
     if (take > left / (threads * 2)) take = left / (threads * 2);
-    if (take < 1) take = 1;
+    take = take < 2 ? 2 : take / 2 * 2;
     for (;;) {
         const int64_t at = jk_take(team, take);
         if (at >= left) return;

@@ -1,0 +1,197 @@
+"""Jumar beside the engines that a user would pick instead, on the embedded model, in one interleaved run.
+
+    python scripts/bench/peers.py --install            # into .venvs/peers; 15 minutes and 6 GB for all of them
+    python scripts/bench/peers.py [--only llama.cpp,...] [--rounds N] [--metrics decode,...] [--json FILE]
+
+Each round runs ours, then every configuration of every peer, each in a process of its own with the same number of
+threads, on random token ids, greedily, with end-of-text ignored and the number of tokens asserted. The first round
+tries all configurations; the others run the one of each peer that was fastest at that metric then. The ratio is ours
+over theirs of the same round (the larger the better, also for times), the median over the rounds.
+
+    decode   tokens a second of one stream: 32 in, 128 out, after the first
+    prefill  tokens a second of a prompt of 512, until its first token
+    batch16  new tokens a second of 16 streams: 128 in, 64 out, their prefill included
+    ttft     seconds from a prompt of 32 tokens to its first token
+
+Roofline: for decode the bytes of weights that a token needs over the read bandwidth at 1 GB, for prefill the
+multiply-adds of the linears over the int8 products that the cores can do at most, both measured between the rounds.
+llama.cpp's own tools count no sampling and no tokenizer. Exit status 1 where an engine is absent that was not left
+out with --only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from cpu_kernels import library  # noqa: E402
+from device.memory import usable_cores  # noqa: E402
+from scripts.bench.peers_engines import METRICS, PEERS, Engine, Jumar, Missing, embedded  # noqa: E402
+
+READ_BYTES = 1 << 30
+# Bytes of weights that a token needs in the embedded file: 30 layers in Q4_1, the head in Q8_0.
+LAYER_WEIGHTS, HEAD_WEIGHTS = 30 * (960 + 576 + 3072 + 1536) * 576, 49152 * 576
+TOKEN_BYTES = LAYER_WEIGHTS * 20 // 32 + HEAD_WEIGHTS * 34 // 32
+
+
+@dataclass
+class Series:
+    """Measurements of one metric: ours, and each peer's by configuration, round by round."""
+
+    metric: str
+    ours: list[float] = field(default_factory=list)
+    theirs: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+
+
+def better(metric: str, a: float, b: float) -> float:
+    """How many times better a is than b."""
+    return b / a if METRICS[metric] == "s" else a / b
+
+
+def best_config(metric: str, configs: dict[str, list[float]]) -> str:
+    """The fastest one, by its median."""
+    choose = min if METRICS[metric] == "s" else max
+    return choose(configs, key=lambda name: statistics.median(configs[name]))
+
+
+def rows_of(series: Series, share: float | None) -> list[dict[str, Any]]:
+    """A row for each peer, the hardest to beat first. Ratios are of the same round."""
+    metric, rows = series.metric, []
+    for peer, configs in series.theirs.items():
+        config = best_config(metric, configs)
+        theirs = configs[config]
+        # a configuration that was tried in the first round only has fewer rounds than ours
+        ratios = [better(metric, a, b) for a, b in zip(series.ours, theirs, strict=False)]
+        rows.append(
+            {
+                "metric": metric, "ours": statistics.median(series.ours), "unit": METRICS[metric],
+                "peer": f"{peer} {config}", "theirs": statistics.median(theirs), "ratio": statistics.median(ratios),
+                "spread": (max(ratios) - min(ratios)) / statistics.median(ratios), "roofline_share": share,
+            }
+        )  # fmt: skip
+    return sorted(rows, key=lambda row: float(row["ratio"]))
+
+
+def measure(ours: Engine, peers: Sequence[Engine], metrics: Sequence[str], rounds: int) -> list[Series]:
+    """Interleaved: in each round all engines, one after the other; see the module."""
+    found = []
+    for metric in metrics:
+        series = Series(metric, theirs={peer.name: {} for peer in peers})
+        ours.measure(ours.configs[0], metric)  # the first run pays for what later ones find ready
+        for number in range(rounds):
+            series.ours.append(ours.measure(ours.configs[0], metric))
+            for peer in peers:
+                mine = series.theirs[peer.name]
+                for config in peer.configs if number == 0 else [best_config(metric, mine)]:
+                    if number == 0:
+                        peer.measure(config, metric)
+                    mine.setdefault(config, []).append(peer.measure(config, metric))
+            print(f"{metric}, round {number + 1} of {rounds}", file=sys.stderr)
+        found.append(series)
+    return found
+
+
+def cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return "unknown"
+    names = re.findall(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return names[0] if names else "unknown"
+
+
+def ceilings(threads: int) -> tuple[float, float]:
+    """(bytes a second of reading 1 GB, int8 multiply-adds a second), the median of five."""
+    team = library.Team(threads)
+    memory = np.ones(READ_BYTES, np.uint8)
+    read = statistics.median(team.read_bandwidth(memory, 2) for _ in range(5))
+    dot = statistics.median(team.dot_peak(library.isa()) for _ in range(5))
+    team.close()
+    return read, dot
+
+
+def install(names: Sequence[str], threads: int) -> int:
+    failed = 0
+    for kind in PEERS:
+        if kind.name in names:
+            try:
+                kind(threads).install()
+            except Exception as error:  # one that cannot be had does not keep the others away
+                print(f"{kind.name}: not installed: {error}", file=sys.stderr)
+                failed = 1
+    return failed
+
+
+def present(names: Sequence[str], threads: int) -> tuple[list[Engine], list[str]]:
+    """(engines that can run, those that lack something)."""
+    there: list[Engine] = []
+    absent = []
+    for kind in PEERS:
+        if kind.name not in names:
+            continue
+        engine = kind(threads)
+        try:
+            engine.check()
+            there.append(engine)
+        except Missing as error:
+            absent.append(f"{kind.name} {kind.version}: absent: {error}; --install installs it")
+    return there, absent
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = [kind.name for kind in PEERS]
+    parser.add_argument("--install", action="store_true", help="install the peers first")
+    parser.add_argument("--only", default=",".join(known), help=f"of {', '.join(known)}; default: all")
+    parser.add_argument("--metrics", default=",".join(METRICS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=usable_cores()[0])
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    args = parser.parse_args()
+    names, metrics = args.only.split(","), args.metrics.split(",")
+    for given, allowed in ((names, known), (metrics, list(METRICS))):
+        unknown = [x for x in given if x not in allowed]
+        if unknown:
+            parser.error(f"{', '.join(unknown)}: expected {', '.join(allowed)}")
+    if args.install and install(names, args.threads):
+        return 1
+    peers, absent = present(names, args.threads)
+    print("\n".join(absent), file=sys.stderr)
+    ours = Jumar(args.threads)
+    before = ceilings(args.threads)
+    try:
+        found = measure(ours, peers, metrics, args.rounds)
+    finally:
+        for engine in (ours, *peers):
+            engine.close()
+    read, dot = (statistics.mean(pair) for pair in zip(before, ceilings(args.threads), strict=True))
+    print(f"{cpu_name()}, {library.isa()}, {args.threads} threads; read {read / 1e9:.1f} GB/s at 1 GB, "
+          f"int8 {dot / 1e9:.0f} GMAC/s; {embedded().name}")  # fmt: skip
+    rows = []
+    for series in found:
+        middle = statistics.median(series.ours)
+        shares = {"decode": middle * TOKEN_BYTES / read, "prefill": middle * LAYER_WEIGHTS / dot}
+        rows += rows_of(series, shares.get(series.metric))
+    for row in rows:
+        row |= {"cpu": cpu_name(), "isa": library.isa(), "threads": args.threads}
+        share = f"{row['roofline_share']:5.0%} of the roofline" if row["roofline_share"] else ""
+        print(f"{row['metric']:8} ours {row['ours']:9.3f}  {row['peer']:26} {row['theirs']:9.3f} {row['unit']:8} "
+              f"ratio {row['ratio']:5.2f} ±{row['spread'] / 2:4.0%}  {share}")  # fmt: skip
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return 1 if absent else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
