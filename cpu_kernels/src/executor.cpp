@@ -74,12 +74,30 @@ struct Job {
     int64_t* times;
 };
 
+bool has_weight(const JkCall& c) {
+    return c.op == JK_OP_LINEAR || c.op == JK_OP_NORM_LINEAR || c.op == JK_OP_ACT_LINEAR;
+}
+
+// Behind call `done`: the next weight is asked for while this thread waits, and in calls that leave the memory idle.
+// last: the call whose weight was asked for.
+void look_ahead(const Job& job, int done, int* last, const JkTeam* team, int tid) {
+    for (int i = done + 1; i < job.n && i <= done + 2; i++) {
+        const JkCall& c = job.calls[i];
+        if (!has_weight(c)) continue;
+        if (i != *last) jk_linear_ahead(static_cast<const JkWeight*>(c.ptr[0]), rows_of(job.run, c.arg[0]), team, tid);
+        *last = i;
+        return;
+    }
+}
+
 void run_calls(void* arg, const JkTeam* team, int tid) {
     const Job& job = *static_cast<Job*>(arg);
     const JkOps& ops = table();
+    int last = -1;
     int64_t begin = job.times && tid == 0 ? now() : 0;
     for (int i = 0; i < job.n; i++) {
         ops.fn[job.calls[i].op](job.run, job.calls[i], team, tid);
+        look_ahead(job, i, &last, team, tid);
         if (i + 1 < job.n || job.times) jk_barrier(team, tid);
         if (job.times && tid == 0) {
             const int64_t end = now();

@@ -39,6 +39,9 @@ constexpr size_t OWN_VIEWS = 8192;
 // Rows of x at a time against a run of tiles: what they take has room in a core's second cache.
 constexpr size_t PANEL_BYTES = 256 << 10;
 constexpr int FEW_ROWS = 16;
+// What a thread asks for of its part of the next weight before it waits for the others: as far as the kernels look
+// ahead.
+constexpr size_t AHEAD_BYTES = 16 << 10;
 // What a thread takes at a time once its own share is done.
 constexpr size_t TAKE_BYTES = 16 << 10;
 
@@ -203,6 +206,17 @@ void jk_linear(const JkWeight* w, const float* x, int64_t ldx, int rows, float* 
         c.views = views;
     }
     divide(c, team, tid);
+}
+
+void jk_linear_ahead(const JkWeight* w, int rows, const JkTeam* team, int tid) {
+    if (rows > FEW_ROWS) return;
+    const int first = int(int64_t(w->tiles) * tid / team->threads);
+    for (int i = 0; i < w->n_segments; i++) {
+        const Segment& s = w->segments[i];
+        if (first < s.first_tile || first >= s.first_tile + s.tiles) continue;
+        const uint8_t* data = s.data + size_t(first - s.first_tile) * s.tile_bytes;
+        for (size_t at = 0; at < AHEAD_BYTES; at += 64) __builtin_prefetch(data + at, 0, 2);
+    }
 }
 
 void jk_embed(const JkWeight* w, const int32_t* ids, int rows, float scale, float* y, int64_t ldy, const JkTeam* team,

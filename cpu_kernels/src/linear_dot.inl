@@ -115,9 +115,10 @@ __attribute__((noinline)) void dot_tile(const Piece& p, const Values& v, int til
         for (int n = 0; n < N; n++) acc[r][n] = f_zero();
     const int per = ONE ? 1 : s.blocks_per_group;
     const bool half = s.half;
-    // few rows are bound by memory: what a core reads runs on through the tiles, so a fixed distance ahead is next
+    // Few rows are bound by memory: what a core reads runs on through the tiles, so a fixed distance ahead is next. It is
+    // asked into the second cache: the first is too small for that distance beside what is in use.
     constexpr int TILES = N > PARTS ? N / PARTS : 1;
-    const uint8_t* ahead = data[0] + (TILES > 1 ? TILES * s.tile_bytes : 8192);
+    const uint8_t* ahead = data[0] + (TILES > 1 ? TILES * s.tile_bytes : 16384);
     const bool first = row == 0 && part == 0 && p.rows <= 64;
     const size_t step = first ? (TILES * s.tile_bytes / (size_t(s.groups) * per) + 63) / 64 * 64 : 0;
     int b = 0;
@@ -128,7 +129,7 @@ __attribute__((noinline)) void dot_tile(const Piece& p, const Values& v, int til
             if (OFFSET) offset[n] = scale_at(data[n] + s.offsets_at, half, g, lane[n]);
         }
         for (int j = 0; j < per; j++, b++) {
-            for (size_t at = 0; at < step; at += 64) __builtin_prefetch(ahead + at);
+            for (size_t at = 0; at < step; at += 64) __builtin_prefetch(ahead + at, 0, 2);
             ahead += step;
             D dot[MR][N];
             for (int r = 0; r < MR; r++)

@@ -262,8 +262,10 @@ class OpenVino(WorkerEngine):
         run(self.python, "-m", "pip", "uninstall", "-q", "-y", "torchvision")
         for config in self.configs:
             if not self.model(config).exists():
+                # 576 columns are no multiple of its default group of 128
+                group = ("--group-size", "64") if config == "int4" else ()
                 run(self.python.with_name("optimum-cli"), "export", "openvino", "-m", folder, "--task",
-                    "text-generation-with-past", "--weight-format", config, self.model(config))  # fmt: skip
+                    "text-generation-with-past", "--weight-format", config, *group, self.model(config))  # fmt: skip
 
 
 class CTranslate2(WorkerEngine):
