@@ -83,7 +83,7 @@ class CpuDevice(Device):
             dtypes=("float32", "float64"),
             kv_dtypes=_kv_dtypes(dtype, native=self._executor is not None),
             capture="recorded" if capture and self._executor is not None else "none",
-            traces=self._executor is not None,
+            traces=capture and self._executor is not None,
             # the native attention sums over tiles of 16 positions: whole ones, or the block size would show in the bits
             block_sizes=(16, 32, 64, 128) if self._executor is not None else (16, 8, 32, 64, 128),
             any_block_size=self._executor is None,

@@ -16,7 +16,7 @@ PROFILES: dict[str, dict[str, Any]] = {
     # Few requests, each answered fast: small steps, so that no decode waits behind a long prefill, and drafts.
     "latency": {
         "max_num_seqs": 4,
-        "max_num_batched_tokens": 256,
+        "max_num_batched_tokens": 128,
         "speculate": "ngram",
         "draft_tokens": 4,
         "max_queue": 32,
@@ -82,7 +82,7 @@ class EngineConfig:
         16, "Sequences that are computed at the same time.", group=_BATCH, unit="sequences", minimum=1, maximum=65536
     )
     max_num_batched_tokens: int = setting(
-        512,
+        256,
         "Tokens computed in one step at most: one per decoding sequence, the rest prefill. More is better for"
         " throughput, less for the time between two tokens while others prefill.",
         group=_BATCH,
