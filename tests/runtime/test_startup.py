@@ -60,7 +60,7 @@ def size(
 def test_a_card_gives_its_share_of_what_a_step_leaves_free() -> None:
     free = 200 * MIB
     ledger, _ = size(free, 1024, caps={"kind": "cuda", "reserved_blocks": 3}, kv_share=0.25, max_num_seqs=64)
-    workspace = step_workspace(256, VOCAB, 512)
+    workspace = step_workspace(256, VOCAB, 256)
     assert ledger.workspace == workspace == 4 * 256 * 1000 * 4 + 24 * 256
     assert ledger.block_bytes == BLOCK and ledger.block_size == 16 and ledger.reserved == 3
     assert ledger.blocks == int((free - workspace) * 0.25) // BLOCK  # the reserved ones are part of the share
