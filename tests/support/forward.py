@@ -22,14 +22,15 @@ class Forward:
     """
 
     def __init__(
-        self, model: Decoder, device: Device, *, max_len: int = 512, chunk: int = 0, block_size: int = 0
-    ) -> None:
+        self, model: Decoder, device: Device, *, max_len: int = 512, chunk: int = 0, block_size: int = 0,
+        kv_dtype: str = "",
+    ) -> None:  # fmt: skip
         self._model = model
         self._chunk = chunk or max_len
         self._size = device.caps.check_block_size(block_size)
         self._count = -(-max_len // self._size)
         reserved = device.caps.reserved_blocks
-        kv = device.alloc_kv(model.kv_spec(device.dtype), self._count + reserved, self._size)
+        kv = device.alloc_kv(model.kv_spec(kv_dtype or device.dtype), self._count + reserved, self._size)
         model.bind_kv(kv)
         self._table = np.arange(self._count + reserved - 1, reserved - 1, -1, dtype=np.int32)
         self._program = device.program(self._step, self._layout(min(self._chunk, max_len)))
