@@ -79,9 +79,10 @@ def installed_packages() -> dict[str, str]:
     """Distribution name (lower case, hyphens) -> version, of this Python."""
     found: dict[str, str] = {}
     for dist in importlib.metadata.distributions():
-        name = dist.metadata["Name"] if dist.metadata else None
+        about = dist.metadata  # read and parsed each time that it is asked for
+        name = about["Name"] if about else None
         if name:  # a half-removed package has none
-            found.setdefault(package_key(name), dist.version)
+            found.setdefault(package_key(name), about["Version"])
     return found
 
 

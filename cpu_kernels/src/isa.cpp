@@ -6,6 +6,11 @@
 
 #include "jumar_cpu.h"
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 namespace {
 
 const char* const kNames[JK_ISA_COUNT] = {"baseline", "avx2", "avx512", "neon"};
@@ -63,7 +68,17 @@ int jk_isa_runs(int isa) {
     }
     return isa == JK_BASELINE;
 #elif defined(__aarch64__)
-    return isa == JK_NEON || isa == JK_BASELINE;
+    if (isa == JK_NEON) {
+#if defined(__linux__)
+        // all that its flags let the compiler use: dot products, half precision, and what ARMv8.2 brings besides
+        const unsigned long needed =
+            HWCAP_ASIMDDP | HWCAP_FPHP | HWCAP_ASIMDHP | HWCAP_ASIMDRDM | HWCAP_ATOMICS | HWCAP_CRC32;
+        return (getauxval(AT_HWCAP) & needed) == needed;
+#else
+        return 1;  // Apple's all have it
+#endif
+    }
+    return isa == JK_BASELINE;
 #else
     return isa == JK_BASELINE;
 #endif

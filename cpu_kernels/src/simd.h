@@ -12,6 +12,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace {
@@ -39,6 +41,8 @@ inline V fma(V a, V b, V c) {
     return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__)
     return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (V)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
 #endif
@@ -127,11 +131,18 @@ inline uint16_t to_bf16(float x) {
     return (uint16_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
+// gcc knows _Float16 in C++ on aarch64 only from version 13 on.
+#if defined(__aarch64__)
+typedef __fp16 Half;
+#elif !defined(__F16C__)
+typedef _Float16 Half;
+#endif
+
 inline uint16_t to_f16(float x) {
 #if defined(__F16C__)
     return (uint16_t)_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
 #else
-    _Float16 h = (_Float16)x;
+    const Half h = (Half)x;
     uint16_t bits;
     memcpy(&bits, &h, 2);
     return bits;
@@ -158,10 +169,12 @@ struct F16 {
         return (V)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__AVX2__)
         return (V)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__aarch64__)
+        return (V)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #else
         float x[W];
         for (int i = 0; i < W; i++) {
-            _Float16 h;
+            Half h;
             memcpy(&h, p + i, 2);
             x[i] = (float)h;
         }

@@ -11,7 +11,7 @@ from cpu_kernels.build import find_compiler
 from runtime import Engine, SamplingParams
 from runtime.api import GenerationRequest
 from tests.support.engines import drain
-from tests.support.forward import compare_engine
+from tests.support.forward import compare_engine, generate_greedily
 from tests.support.reference import smollm2_cases
 
 if find_compiler() is None:
@@ -37,6 +37,17 @@ def test_tokens_with_float_activations_are_those_of_the_reference() -> None:
     print(f"{MODEL}, native: {report.equal} tokens equal, {report.excused} excused")
     assert report.equal + report.excused == 20 * 64
     assert report.excused <= 5
+
+
+def test_first_tokens() -> None:
+    """Eight behind a prompt of five tokens and behind one of fifteen: few enough for an emulated CPU too."""
+    engine = started(activations="float", max_num_seqs=2, kv_blocks=8)
+    try:
+        assert generate_greedily(engine, [case.prompt for case in CASES[:2]], [8, 8]) == [
+            list(case.tokens[:8]) for case in CASES[:2]
+        ]
+    finally:
+        engine.shutdown()
 
 
 SCHEDULES: dict[str, dict[str, Any]] = {
