@@ -34,17 +34,9 @@ class Ours:
         self.engine = Engine.load(model, threads=threads, max_model_len=2048, kv_blocks=257, **options)
 
     def run(self, prompts: Sequence[Prompt], tokens: int) -> tuple[float, float]:
-        from runtime.api import GenerationRequest, SamplingParams
+        from server.commands.bench import run
 
-        params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-        begin, first, count = time.perf_counter(), 0.0, 0
-        handles = [self.engine.submit(GenerationRequest(tuple(p), params), queue_limit=False) for p in prompts]
-        for handle in handles:
-            while not handle.done:
-                event = handle.get()
-                first = first or time.perf_counter() - begin
-                count += len(event.tokens) if event else 0
-        end = time.perf_counter() - begin
+        first, end, count = run(self.engine, [tuple(p) for p in prompts], tokens)
         assert count == tokens * len(prompts), count
         return first, end
 
