@@ -18,7 +18,7 @@ constexpr float NO_NUMBER = __builtin_nanf("");
 constexpr float ROUNDER = 12582912.0f;
 
 // Largest magnitude; as bits, so that infinity and NaN are larger than all numbers.
-inline int32_t largest(const float* x, int n) {
+inline __attribute__((always_inline)) int32_t largest(const float* x, int n) {
     int32_t m = 0;
     for (int i = 0; i < n; i++) {
         const int32_t b = int32_t(bits_of(x[i]) & ABSOLUTE);
@@ -27,7 +27,7 @@ inline int32_t largest(const float* x, int n) {
     return m;
 }
 
-inline int32_t round_block(const float* x, int n, float inverse, int8_t* q) {
+inline __attribute__((always_inline)) int32_t round_block(const float* x, int n, float inverse, int8_t* q) {
     int32_t sum = 0;
     for (int i = 0; i < n; i++) {
         const int32_t v = int32_t(bits_of(x[i] * inverse + ROUNDER)) - int32_t(bits_of(ROUNDER));
@@ -61,22 +61,26 @@ inline void write_block(int b, int blocks, float scale, int32_t sum, float* scal
     memcpy(scales + 2 * blocks + b, &negated, 4);
 }
 
-void quantize_groups(const View& v, const float* x, int8_t* q, float* scales) {
-    const int blocks = v.blocks();
-    for (int b = 0; b < blocks; b++) {
-        const float* xb = x + b * v.block;
-        const int32_t top = largest(xb, v.block);
+// N: the columns of a block, known to the compiler, which then leaves no loop.
+template <int N>
+void quantize_blocks(int blocks, const float* x, int8_t* q, float* scales) {
+    for (int b = 0; b < blocks; b++, x += N, q += N) {
+        const int32_t top = largest(x, N);
         const float most = float_of(uint32_t(top));
         // below 1e-30 the inverse could overflow; such a block is zero to every result that float32 can show
         const bool zero = !(most > 1e-30f), finite = uint32_t(top) < INFINITE;
         const float inverse = finite && !zero ? 127.0f / most : 0.0f;
         int32_t sum = 0;
         if (finite)
-            sum = round_block(xb, v.block, inverse, q + b * v.block);
+            sum = round_block(x, N, inverse, q);
         else
-            memset(q + b * v.block, 0, size_t(v.block));
+            memset(q, 0, N);
         write_block(b, blocks, finite ? (zero ? 0.0f : most / 127.0f) : NO_NUMBER, sum, scales);
     }
+}
+
+void quantize_groups(const View& v, const float* x, int8_t* q, float* scales) {
+    v.block == 32 ? quantize_blocks<32>(v.blocks(), x, q, scales) : quantize_blocks<16>(v.blocks(), x, q, scales);
 }
 
 void quantize_row(const View& v, const float* x, int8_t* q, float* scales) {
