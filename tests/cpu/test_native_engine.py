@@ -40,12 +40,11 @@ def test_tokens_with_float_activations_are_those_of_the_reference() -> None:
 
 
 def test_first_tokens() -> None:
-    """Eight behind a prompt of five tokens and behind one of fifteen: few enough for an emulated CPU too."""
-    engine = started(activations="float", max_num_seqs=2, kv_blocks=40)
+    """Six behind a prompt of five tokens: few enough for an emulated CPU too."""
+    engine = started(activations="float", max_num_seqs=1, kv_blocks=40)
     try:
-        assert generate_greedily(engine, [case.prompt for case in CASES[:2]], [8, 8]) == [
-            list(case.tokens[:8]) for case in CASES[:2]
-        ]
+        (tokens,) = generate_greedily(engine, [CASES[0].prompt], [6])
+        assert tokens == list(CASES[0].tokens[:6])
     finally:
         engine.shutdown()
 
