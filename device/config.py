@@ -55,8 +55,8 @@ class DeviceConfig:
     kernels: Literal["auto", "native", "numpy"] = setting(
         "auto",
         "Kernels of the CPU. native: C++, built at their first use (a minute, with g++ or clang++); run on x86-64"
-        " (baseline, AVX2, AVX-512), never yet on aarch64. numpy: the portable ones, several times slower, which need"
-        " no compiler. auto: native where they can be had, and where not, numpy with a warning.",
+        " (baseline, AVX2, AVX-512), on aarch64 only in an emulator so far. numpy: the portable ones, several times"
+        " slower, which need no compiler. auto: native where they can be had, and where not, numpy with a warning.",
         group=_GROUP,
     )
     activations: Literal["auto", "float"] = setting(
