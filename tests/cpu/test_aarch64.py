@@ -16,11 +16,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cpu_kernels import build as native_build
 from cpu_kernels.library import ISAS
-from tests.support.emulated import Host
+from tests.support.emulated import Block, Host, Mirror
 
 CXX, QEMU = "aarch64-linux-gnu-g++", "qemu-aarch64"
 ROOT = native_build.HERE.parent
@@ -80,6 +81,26 @@ def test_the_cpu_decides_the_instruction_set(
         assert process.call("isa") == (-1 if chosen is None else ISAS.index(chosen))
         runs = [name for i, name in enumerate(ISAS) if process.call("isa_runs", i)]
         assert runs == (["baseline", "neon"] if cpu == DOTPROD else ["baseline"])
+    finally:
+        process.close()
+
+
+@pytest.mark.parametrize("offset", [-1, 0, 7, 8])
+def test_what_is_written_beside_an_operand_is_noticed(host: Path, offset: int) -> None:
+    """And what is written into it comes back: eight bytes here."""
+    process, data = Host(emulator(PLAIN, host)), np.zeros(8, np.uint8)
+    try:
+        mirror = Mirror(process, Block(process))
+        mirror.add(data.ctypes.data, data.nbytes)
+        mirror.place()
+        mirror.send()
+        process.write(mirror.of(data.ctypes.data) + offset, b"\x01")
+        if 0 <= offset < 8:
+            mirror.fetch()
+            assert data.tolist() == [int(i == offset) for i in range(8)]
+        else:
+            with pytest.raises(RuntimeError, match="wrote beside its operands"):
+                mirror.fetch()
     finally:
         process.close()
 
