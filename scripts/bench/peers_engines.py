@@ -6,17 +6,23 @@ Everything goes to ``.venvs/peers/`` in the checkout; nothing outside it is touc
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from runtime.loaders.gguf import GGUFFile  # noqa: E402
+from runtime.loaders.registry import resolve  # noqa: E402
+from scripts.bench.peers_process import LlamaServer, Worker  # noqa: E402
+
 HOME = ROOT / ".venvs" / "peers"
 WORKER = Path(__file__).with_name("peers_worker.py")
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-METRICS = {"decode": "tokens/s", "prefill": "tokens/s", "batch16": "tokens/s", "ttft": "s"}
+RATE = "tokens/s"  # more of it is better; of all other units less is
+METRICS = {"decode": RATE, "prefill": RATE, "batch16": RATE, "ttft": "ms", "load": "s", "memory": "MiB"}
 
 
 class Missing(Exception):
@@ -38,9 +44,6 @@ def output(*command: str | Path, env: dict[str, str] | None = None) -> str:
 
 def embedded() -> Path:
     """The GGUF file of the embedded model."""
-    sys.path.insert(0, str(ROOT))
-    from runtime.loaders.registry import resolve
-
     return resolve("smollm2-135m")
 
 
@@ -67,6 +70,10 @@ class Engine(ABC):
     def measure(self, config: str, metric: str) -> float:
         """One run, in the unit of METRICS."""
 
+    def token_bytes(self, config: str) -> int | None:
+        """Bytes of weights that are read for a token, where they are known."""
+        return None
+
     def close(self) -> None:
         """End processes that wait for more."""
         return
@@ -79,8 +86,7 @@ class WorkerEngine(Engine):
 
     def __init__(self, threads: int) -> None:
         super().__init__(threads)
-        self._running: dict[str, subprocess.Popen[str]] = {}
-        self.load_seconds: dict[str, float] = {}
+        self._running: dict[str, Worker] = {}
 
     @property
     def python(self) -> Path:
@@ -88,6 +94,10 @@ class WorkerEngine(Engine):
 
     def model(self, config: str) -> Path:
         return self.home / config
+
+    def kind(self, config: str) -> str:
+        """The worker's name for it."""
+        return self.worker
 
     def options(self, config: str) -> list[str]:
         return []
@@ -98,35 +108,26 @@ class WorkerEngine(Engine):
                 raise Missing(f"{path} is not there")
 
     def measure(self, config: str, metric: str) -> float:
-        process = self._running.get(config) or self._start(config)
-        assert process.stdin is not None
-        process.stdin.write(metric + "\n")
-        process.stdin.flush()
-        return float(self._answer(process)["value"])
+        if metric in ("load", "memory"):
+            worker = self._start(config)  # one that did nothing before
+            try:
+                if metric == "load":
+                    return worker.load_seconds
+                worker.ask("batch16")
+                return worker.peak_memory()
+            finally:
+                worker.close()
+        if config not in self._running:
+            self._running[config] = self._start(config)
+        return self._running[config].ask(metric)
 
-    def _start(self, config: str) -> subprocess.Popen[str]:
-        command = [self.python, WORKER, self.worker, self.model(config), self.threads, *self.options(config)]
-        env = {**os.environ, "OMP_NUM_THREADS": str(self.threads), "OMP_PROC_BIND": "true"}
-        process = subprocess.Popen(
-            [str(c) for c in command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=env,
-        )  # fmt: skip
-        self._running[config] = process
-        self.load_seconds[config] = float(self._answer(process)["load"])
-        return process
-
-    def _answer(self, process: subprocess.Popen[str]) -> dict[str, float]:
-        assert process.stdout is not None and process.stderr is not None
-        for line in process.stdout:
-            if line.startswith("{"):  # some print greetings
-                found: dict[str, float] = json.loads(line)
-                return found
-        raise RuntimeError(f"{self.name} ended: {process.stderr.read()[-800:]}")
+    def _start(self, config: str) -> Worker:
+        command = [self.python, WORKER, self.kind(config), self.model(config), str(self.threads), *self.options(config)]
+        return Worker(self.name, command, self.threads)
 
     def close(self) -> None:
-        for process in self._running.values():
-            process.kill()
-            process.wait()
+        for worker in self._running.values():
+            worker.close()
         self._running.clear()
 
     def _environment(self, *packages: str) -> None:
@@ -197,8 +198,14 @@ class LlamaCpp(Engine):
             if not path.exists():
                 raise Missing(f"{path} is not there")
 
+    def token_bytes(self, config: str) -> int:
+        """The table of embeddings is the head too."""
+        return sum(tensor.nbytes for tensor in GGUFFile(self.model(config)).tensors.values())
+
     def measure(self, config: str, metric: str) -> float:
         flash = "1" if config.endswith("fa") else "0"
+        if metric in ("load", "memory"):
+            return self._serve(config, flash, metric)
         model, threads = self.model(config), str(self.threads)
         if metric == "batch16":
             command = [self.tool("llama-batched-bench"), "-m", model, "-t", threads, "-c", "4096", "-b", "2048",
@@ -213,7 +220,20 @@ class LlamaCpp(Engine):
                    "-p", sizes[0], "-n", sizes[1], "-d", sizes[2]]  # fmt: skip
         row = json.loads(output(*command))[0]
         speed = float(row["avg_ts"])
-        return 32 / speed if metric == "ttft" else speed
+        return 1000 * 32 / speed if metric == "ttft" else speed
+
+    def _serve(self, config: str, flash: str, metric: str) -> float:
+        # as lean as it can be: no warming up, no cache of old prompts
+        command = [self.tool("llama-server"), "-m", self.model(config), "-t", str(self.threads), "-fa", flash,
+                   "-c", "4096", "-np", "16", "--no-warmup", "--cache-ram", "0"]  # fmt: skip
+        server = LlamaServer(command, self.threads)
+        try:
+            if metric == "load":
+                return server.load_seconds
+            server.run(16, 128, 64)
+            return server.peak_memory()
+        finally:
+            server.close()
 
 
 class Export:
@@ -253,14 +273,20 @@ class OnnxRuntime(WorkerEngine):
 
 class OpenVino(WorkerEngine):
     name, worker, version = "openvino-genai", "openvino", "2026.4.1.0"
-    configs = ("int4", "int8")
+    configs = ("int4", "int8", "int4 plain", "int8 plain")
+
+    def kind(self, config: str) -> str:
+        return "openvino-plain" if config.endswith("plain") else "openvino"
+
+    def model(self, config: str) -> Path:
+        return self.home / config.split()[0]
 
     def install(self) -> None:
         folder = Export.folder()
         self._environment("openvino-genai==2026.4.1.0", "torch==2.13.0", "optimum-intel[openvino]==2.2.0", "numpy")
         # it comes with the exporter, made for another build of torch, and keeps transformers from being imported
         run(self.python, "-m", "pip", "uninstall", "-q", "-y", "torchvision")
-        for config in self.configs:
+        for config in ("int4", "int8"):
             if not self.model(config).exists():
                 # 576 columns are no multiple of its default group of 128
                 group = ("--group-size", "64") if config == "int4" else ()

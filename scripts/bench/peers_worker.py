@@ -3,10 +3,11 @@ environments that it makes.
 
     python peers_worker.py ENGINE MODEL THREADS [KEY=VALUE ...]
 
-Prints ``{"load": seconds}`` when the model can run. Then, for each line ``METRIC`` on standard input, a line
-``{"value": tokens a second}``: ``decode`` (32 tokens in, 128 out, after the first), ``prefill`` (512 in, until the
-first token), ``batch16`` (16 streams, 128 in, 64 out, new tokens a second with their prefill), ``ttft`` (32 in, seconds
-to the first token). Greedy; end-of-text is ignored; the number of tokens is asserted.
+Prints ``{"value": 0}`` when the model can run. Then, for each line ``METRIC`` on standard input, a line
+``{"value": number}``: ``decode`` (tokens a second, 32 in, 128 out, after the first), ``prefill`` (tokens a second, 512
+in, until the first token), ``batch16`` (16 streams, 128 in, 64 out, new tokens a second with their prefill), ``ttft``
+(32 in, milliseconds to the first token). Greedy; end-of-text is ignored; the number of tokens is asserted. The n-th run
+of a metric has the same random prompts with every engine, and no two runs share one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,7 @@ class OnnxRuntime:
         config = og.Config(model)
         config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}))
         self.model = og.Model(config)
+        og.Tokenizer(self.model)  # not used here; whoever serves text loads it
 
     def run(self, prompts: Sequence[Prompt], tokens: int) -> tuple[float, float]:
         import numpy as np
@@ -78,7 +81,7 @@ class OnnxRuntime:
 
 
 class OpenVino:
-    """openvino-genai; continuous batching for several streams, its plain pipeline for one."""
+    """openvino-genai's continuous batching."""
 
     def __init__(self, model: str, threads: int, options: dict[str, str]) -> None:
         import openvino_genai as ov  # type: ignore[import-not-found]
@@ -88,10 +91,8 @@ class OpenVino:
         schedule.max_num_batched_tokens = 2048
         schedule.max_num_seqs = 16
         schedule.enable_prefix_caching = False
-        schedule.cache_size = 1
-        self.pipeline = ov.ContinuousBatchingPipeline(
-            model, schedule, "CPU", {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
-        )
+        schedule.num_kv_blocks = 4096 // 32
+        self.pipeline = ov.ContinuousBatchingPipeline(model, schedule, "CPU", openvino_settings(threads))
 
     def run(self, prompts: Sequence[Prompt], tokens: int) -> tuple[float, float]:
         import numpy as np
@@ -110,6 +111,34 @@ class OpenVino:
         end = time.perf_counter() - begin
         assert all(len(h.read_all()[0].generated_ids) == tokens for h in handles)
         return first, end
+
+
+class OpenVinoPlain:
+    """openvino-genai's pipeline without a scheduler; static batches."""
+
+    def __init__(self, model: str, threads: int, options: dict[str, str]) -> None:
+        import openvino_genai as ov
+
+        self.ov = ov
+        self.pipeline = ov.LLMPipeline(model, "CPU", ATTENTION_BACKEND="SDPA", **openvino_settings(threads))
+
+    def run(self, prompts: Sequence[Prompt], tokens: int) -> tuple[float, float]:
+        import numpy as np
+        import openvino
+
+        config = self.ov.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = tokens, True, False
+        ids = np.array(prompts, np.int64)
+        begin = time.perf_counter()
+        inputs = self.ov.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
+        result = self.pipeline.generate(inputs, config)
+        end = time.perf_counter() - begin
+        assert all(len(made) == tokens for made in result.tokens), [len(made) for made in result.tokens]
+        return result.perf_metrics.get_ttft().mean / 1000, end
+
+
+def openvino_settings(threads: int) -> dict[str, Any]:
+    return {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
 
 
 class CTranslate2:
@@ -143,7 +172,13 @@ class CTranslate2:
         return first, end
 
 
-ENGINES = {"jumar": Ours, "onnxruntime": OnnxRuntime, "openvino": OpenVino, "ctranslate2": CTranslate2}
+ENGINES = {
+    "jumar": Ours,
+    "onnxruntime": OnnxRuntime,
+    "openvino": OpenVino,
+    "openvino-plain": OpenVinoPlain,
+    "ctranslate2": CTranslate2,
+}
 
 
 def measure(engine: Any, metric: str, rng: random.Random) -> float:
@@ -156,7 +191,7 @@ def measure(engine: Any, metric: str, rng: random.Random) -> float:
     if metric == "prefill":
         return 512 / engine.run(prompts(1, 512), 1)[0]
     if metric == "ttft":
-        return engine.run(prompts(1, 32), 1)[0]  # type: ignore[no-any-return]
+        return 1000 * engine.run(prompts(1, 32), 1)[0]  # type: ignore[no-any-return]
     if metric == "batch16":
         return 16 * 64 / engine.run(prompts(16, 128), 64)[1]
     raise ValueError(f"metric {metric!r}")
@@ -164,12 +199,14 @@ def measure(engine: Any, metric: str, rng: random.Random) -> float:
 
 def main() -> None:
     name, model, threads, *rest = sys.argv[1:]
-    begin = time.perf_counter()
     engine = ENGINES[name](model, int(threads), dict(x.split("=", 1) for x in rest))
-    print(json.dumps({"load": time.perf_counter() - begin}), flush=True)
-    rng = random.Random(int(time.time() * 1000))
+    print(json.dumps({"value": 0}), flush=True)
+    runs: Counter[str] = Counter()
     for line in sys.stdin:
-        print(json.dumps({"value": measure(engine, line.strip(), rng)}), flush=True)
+        metric = line.strip()
+        runs[metric] += 1
+        rng = random.Random(f"{metric} {runs[metric]}")
+        print(json.dumps({"value": measure(engine, metric, rng)}), flush=True)
 
 
 if __name__ == "__main__":
