@@ -12,8 +12,8 @@ same round (the larger the better, also for times and memory), the median over t
     prefill  tokens a second of a prompt of 512, until its first token
     batch16  new tokens a second of 16 streams: 128 in, 64 out, their prefill included
     ttft     milliseconds from a prompt of 32 tokens to its first token
-    load     seconds from the start of a process to a model that can run, the file in the page cache; with the tokenizer,
-             which CTranslate2 does not have
+    load     seconds from the start of a process to a model that can run, the file in the page cache; tokenizer
+             included, which CTranslate2 does not have
     memory   MiB of such a process that were resident at most, after the work of batch16
 
 Roofline: for decode the bytes of weights that a token needs (ours as packed; llama.cpp's as in its file, in the row's

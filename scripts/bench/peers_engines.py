@@ -208,7 +208,7 @@ class LlamaCpp(Engine):
             return self._serve(config, flash, metric)
         model, threads = self.model(config), str(self.threads)
         if metric == "batch16":
-            command = [self.tool("llama-batched-bench"), "-m", model, "-t", threads, "-c", "4096", "-b", "2048",
+            command = [self.tool("llama-batched-bench"), "-m", model, "-t", threads, "-c", "4096", "-ub", "2048",
                        "-npp", "128", "-ntg", "64", "-npl", "16", "-fa", "on" if flash == "1" else "off",
                        "--output-format", "jsonl"]  # fmt: skip
             line = next(x for x in output(*command).splitlines() if x.startswith("{"))
