@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import statistics
 import sys
 from collections.abc import Sequence
@@ -205,6 +206,7 @@ def main() -> int:
     peers, absent = present(names, args.threads)
     for line in absent:
         print(line, file=sys.stderr)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended too
     ours = Jumar(args.threads)
     before = ceilings(args.threads)
     try:
