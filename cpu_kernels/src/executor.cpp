@@ -65,8 +65,6 @@ int64_t now() {
         .count();
 }
 
-constexpr int kFewRows = 16;
-
 struct Job {
     JkRun run;
     const JkCall* calls;
@@ -152,7 +150,7 @@ int jk_run(JkTeam* team, const JkCall* calls, int n, const int32_t* counts, void
     Job job{{counts, bases, static_cast<char*>(scratch)}, calls, n, times};
     // Steps of few rows are short against the time that a core is taken away for; in long ones the faster threads take
     // over what the others leave.
-    jk_team_run_paced(team, n > 0 && rows_of(job.run, calls[0].arg[0]) > kFewRows, run_calls, &job);
+    jk_team_run_paced(team, n > 0 && rows_of(job.run, calls[0].arg[0]) > JK_FEW_ROWS, run_calls, &job);
     return 0;
 }
 

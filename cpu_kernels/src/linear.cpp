@@ -38,10 +38,6 @@ namespace {
 constexpr size_t OWN_VIEWS = 8192;
 // Rows of x at a time against a run of tiles: what they take has room in a core's second cache.
 constexpr size_t PANEL_BYTES = 256 << 10;
-constexpr int FEW_ROWS = 16;
-// What a thread asks for of its part of the next weight before it waits for the others: as far as the kernels look
-// ahead.
-constexpr size_t AHEAD_BYTES = 16 << 10;
 // What a thread takes at a time once its own share is done.
 constexpr size_t TAKE_BYTES = 16 << 10;
 
@@ -93,7 +89,7 @@ void tiles(const Call& c, int first, int end) {
 // thread that is late. Many rows: five eighths so, the rest by whoever has time.
 void divide(const Call& c, const JkTeam* team, int tid) {
     const int all = c.w->tiles, threads = team->threads;
-    if (c.rows <= FEW_ROWS || threads == 1) {
+    if (c.rows <= JK_FEW_ROWS || threads == 1) {
         return tiles(c, int(int64_t(all) * tid / threads), int(int64_t(all) * (tid + 1) / threads));
     }
     const int own = all * 5 / 8 / threads / 2 * 2;  // pairs of tiles are computed together
@@ -209,7 +205,7 @@ void jk_linear(const JkWeight* w, const float* x, int64_t ldx, int rows, float* 
 }
 
 void jk_linear_ahead(const JkWeight* w, int rows, const JkTeam* team, int tid) {
-    if (rows > FEW_ROWS) return;
+    if (rows > JK_FEW_ROWS) return;
     const int first = int(int64_t(w->tiles) * tid / team->threads);
     for (int i = 0; i < w->n_segments; i++) {
         const Segment& s = w->segments[i];

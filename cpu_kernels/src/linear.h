@@ -53,6 +53,8 @@ JK_API size_t jk_linear_scratch(const JkWeight*, int rows);
 // strides in elements; bias [N] or NULL.
 void jk_linear(const JkWeight*, const float* x, int64_t ldx, int rows, float* y, int64_t ldy, const float* bias,
                void* scratch, const JkTeam*, int tid);
+// Up to so many rows a step is bound by memory: each thread streams one run of tiles.
+enum { JK_FEW_ROWS = 16 };
 // Asks for the beginning of what this thread will read of a weight, where rows are few enough to be bound by memory.
 void jk_linear_ahead(const JkWeight*, int rows, const JkTeam*, int tid);
 // y [rows, K] = the rows ids, dequantised, times scale; an id outside 0..N-1 gives zeros. No barrier.

@@ -118,7 +118,7 @@ __attribute__((noinline)) void dot_tile(const Piece& p, const Values& v, int til
     // Few rows are bound by memory: what a core reads runs on through the tiles, so a fixed distance ahead is next. It is
     // asked into the second cache: the first is too small for that distance beside what is in use.
     constexpr int TILES = N > PARTS ? N / PARTS : 1;
-    const uint8_t* ahead = data[0] + (TILES > 1 ? TILES * s.tile_bytes : 16384);
+    const uint8_t* ahead = data[0] + (TILES > 1 ? TILES * s.tile_bytes : AHEAD_BYTES);
     const bool first = row == 0 && part == 0 && p.rows <= 64;
     const size_t step = first ? (TILES * s.tile_bytes / (size_t(s.groups) * per) + 63) / 64 * 64 : 0;
     int b = 0;

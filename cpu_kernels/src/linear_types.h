@@ -15,6 +15,8 @@
 namespace jk {
 
 constexpr int TILE = 16;
+// How far ahead of what it reads a core asks for weights, where rows are few.
+constexpr size_t AHEAD_BYTES = 16 << 10;
 
 enum class Kind : int { U4, I4, I8, F32, F16, BF16 };
 

@@ -124,7 +124,7 @@ void work(JkTeam team, int tid, int cpu) {
 
 void post(State& s, int threads) {
     // sequentially consistent, like the count of sleepers: one of the two sides sees the other
-    s.job.store((s.job.load() >> 16) + 1 << 16 | uint64_t(threads));
+    s.job.store(((s.job.load() >> 16) + 1) << 16 | uint64_t(threads));
     if (s.sleeping.load() == 0) {
         // A thread between its last look and its sleep holds the mutex or is about to take it, and looks again in it.
         return;
