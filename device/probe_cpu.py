@@ -54,6 +54,11 @@ def probe_cpu(machine: Machine) -> Probe:
     )
 
 
+def cpu_name() -> str:
+    """This machine's CPU and its cores, for reports."""
+    return probe_cpu(Machine()).cards[0].model
+
+
 def instruction_sets(flags: set[str], arch: str) -> list[str]:
     """Names of instruction sets that kernels use, from the flags of ``/proc/cpuinfo``."""
     if arch in ("aarch64", "arm64"):

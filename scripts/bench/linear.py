@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from cpu_kernels import library  # noqa: E402
 from cpu_kernels import linear as native  # noqa: E402
+from device.probe_cpu import cpu_name  # noqa: E402
 from device.weights import CanonicalWeight  # noqa: E402
 
 # SmolLM2-135M: hidden 576, FFN 1536, 9 + 2*3 heads of 64, 30 layers, vocabulary 49152
@@ -125,7 +125,7 @@ def main() -> int:
             )
             rows.append(
                 {"metric": f"linear_{name}", "ours": tokens / t, "unit": "tokens/s", "roofline_share": share,
-                 "spread": (max(values) - min(values)) / t, "cpu": platform.processor() or platform.machine(),
+                 "spread": (max(values) - min(values)) / t, "cpu": cpu_name(),
                  "isa": isa, "activations": args.activations, "threads": args.threads}
             )  # fmt: skip
     if args.json:

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import signal
 import statistics
 import sys
@@ -36,12 +35,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from cpu_kernels import library  # noqa: E402
+from cpu_kernels.native import Executor  # noqa: E402
 from device.memory import usable_cores  # noqa: E402
+from device.probe_cpu import cpu_name  # noqa: E402
 from scripts.bench.linear import READ_BYTES, make_model  # noqa: E402
 from scripts.bench.peers_engines import METRICS, PEERS, RATE, Engine, Jumar, Missing, embedded  # noqa: E402
 
@@ -111,23 +110,14 @@ def measure(ours: Engine, peers: Sequence[Engine], metrics: Sequence[str], round
     return found
 
 
-def cpu_name() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return "unknown"
-    names = re.findall(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return names[0] if names else "unknown"
-
-
 def ceilings(threads: int) -> tuple[float, float]:
-    """(bytes a second of reading 1 GB, int8 multiply-adds a second), the median of five."""
-    team = library.Team(threads)
-    memory = np.ones(READ_BYTES, np.uint8)
-    read = statistics.median(team.read_bandwidth(memory, 2) for _ in range(5))
-    dot = statistics.median(team.dot_peak(library.isa()) for _ in range(5))
-    team.close()
-    return read, dot
+    """(bytes a second of reading 1 GB, int8 multiply-adds a second)."""
+    executor = Executor(threads)
+    try:
+        read, operations = executor.ceilings(READ_BYTES)
+    finally:
+        executor.close()
+    return read, operations / 2
 
 
 def all_rows(found: Sequence[Series], peers: Sequence[Engine], read: float, dot: float) -> list[dict[str, Any]]:

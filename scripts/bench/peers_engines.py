@@ -20,7 +20,6 @@ from scripts.bench.peers_process import LlamaServer, Worker  # noqa: E402
 
 HOME = ROOT / ".venvs" / "peers"
 WORKER = Path(__file__).with_name("peers_worker.py")
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 RATE = "tokens/s"  # more of it is better; of all other units less is
 METRICS = {"decode": RATE, "prefill": RATE, "batch16": RATE, "ttft": "ms", "load": "s", "memory": "MiB"}
 
@@ -171,18 +170,8 @@ class LlamaCpp(Engine):
         run(tools / "python", "-m", "pip", "install", "-q", "cmake", "ninja")
         package = "llama-cpp-python==0.3.36"
         if not list(self.home.glob("llama_cpp_python-*.tar.gz")):
-            run(
-                tools / "python",
-                "-m",
-                "pip",
-                "download",
-                "-q",
-                "--no-deps",
-                "--no-binary",
-                ":all:",
-                package,
-                cwd=self.home,
-            )
+            fetch = ("pip", "download", "-q", "--no-deps", "--no-binary", ":all:", package)
+            run(tools / "python", "-m", *fetch, cwd=self.home)
         run("tar", "xf", next(self.home.glob("llama_cpp_python-*.tar.gz")), cwd=self.home)
         source = next(self.home.glob("llama_cpp_python-*/vendor/llama.cpp"))
         switches = ("GGML_NATIVE=ON", "LLAMA_CURL=OFF", "LLAMA_BUILD_TESTS=OFF", "LLAMA_BUILD_EXAMPLES=OFF",

@@ -32,11 +32,11 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from device.cpu import CpuDevice  # noqa: E402
+from device.probe_cpu import cpu_name  # noqa: E402
 from runtime.config import EngineConfig  # noqa: E402
 from runtime.loaders.checkpoint import open_checkpoint  # noqa: E402
 from runtime.models.build import build_model  # noqa: E402
 from runtime.startup import load_tokenizer  # noqa: E402
-from scripts.bench.peers import cpu_name  # noqa: E402
 from scripts.bench.peers_engines import LlamaCpp, embedded, output  # noqa: E402
 from tests.support.forward import Forward  # noqa: E402
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from device.contract import HostBuffer, Layout, Pending, Program  # noqa: E402
 from device.cpu import CpuDevice  # noqa: E402
+from device.probe_cpu import cpu_name  # noqa: E402
 from runtime.api import GenerationRequest, SamplingParams  # noqa: E402
 from runtime.config import EngineConfig  # noqa: E402
 from runtime.engine import Engine  # noqa: E402
@@ -131,11 +131,11 @@ def main() -> int:
         print(f"{n:9d} {median:10.1f} {limit:9d} {share:6.2f} {p90:8.1f} {with_queue:11.1f} {added:+6.1%}")
         rows.append(
             {"metric": f"step_overhead:{n}", "ours": median, "unit": "us", "peer": "limit", "theirs": limit,
-             "ratio": limit / median, "limit": limit, "spread": p90 - median, "cpu": platform.processor()}
+             "ratio": limit / median, "limit": limit, "spread": p90 - median, "cpu": cpu_name()}
         )  # fmt: skip
         rows.append(
             {"metric": f"step_overhead_queued:{n}", "ours": with_queue, "unit": "us", "peer": "without a queue",
-             "theirs": median, "ratio": median / with_queue, "limit": median + allowed, "cpu": platform.processor()}
+             "theirs": median, "ratio": median / with_queue, "limit": median + allowed, "cpu": cpu_name()}
         )  # fmt: skip
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))

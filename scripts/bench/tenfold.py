@@ -41,12 +41,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+
+from cpu_kernels.library import isa  # noqa: E402
+from device.probe_cpu import cpu_name  # noqa: E402
+from scripts.bench.tenfold_work import (  # noqa: E402
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    Request,
+    load_texts,
+    make_workload,
+    play,
+)
 
 if TYPE_CHECKING:
     from device.weights import CanonicalWeight
@@ -58,14 +69,6 @@ MODEL = "smollm2-135m"
 GOAL = 10.0
 STALL, TRIES = 1.0, 3
 """Seconds for which the machine may stand still while a row runs; how often the row is run until it does not."""
-PROMPT_TOKENS, NEW_TOKENS = (16, 256), (16, 128)
-SHARED_SHARE, REPETITIVE_SHARE = 0.75, 0.4
-SHARED = "chat, two turns"
-REPETITIVE = ("repeated lines", "code, python", "json", "code, c", "repeated words", "numbers, table", "code, sql")
-PROSE = ("prose, long", "numbers, report", "german", "french", "fact")
-LEAST_OWN = 16
-"""Tokens of a prompt's own after the shared ones."""
-
 START: dict[str, Any] = {
     "kernels": "numpy",
     "float_weights": True,
@@ -115,48 +118,6 @@ def settings_of(index: int) -> dict[str, Any]:
     return merged
 
 
-# ---------------------------------------------------------------- the work
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """arrival: seconds after the beginning. prompt: token ids. new_tokens: how many are generated. seed: of the
-    sampling; None: greedy."""
-
-    arrival: float
-    prompt: tuple[int, ...]
-    new_tokens: int
-    seed: int | None = None
-
-
-def make_workload(texts: Mapping[str, Sequence[int]], count: int, rate: float, seed: int) -> list[Request]:
-    """``count`` requests in order of arrival. texts: token ids by the names in SHARED, REPETITIVE and PROSE."""
-    rng = random.Random(seed)
-    shared = tuple(texts[SHARED])
-    pools = [[token for name in names for token in texts[name]] for names in (PROSE, REPETITIVE)]
-    at = 0.0
-    made = []
-    for i in range(count):
-        at += rng.expovariate(rate)
-        prefix = shared if rng.random() < SHARED_SHARE else ()
-        pool = pools[rng.random() < REPETITIVE_SHARE]
-        length = rng.randint(max(PROMPT_TOKENS[0], len(prefix) + LEAST_OWN if prefix else 0), PROMPT_TOKENS[1])
-        begin = rng.randrange(len(pool))
-        own = tuple(pool[(begin + j) % len(pool)] for j in range(length - len(prefix)))
-        made.append(Request(at, prefix + own, rng.randint(*NEW_TOKENS), i if i % 2 else None))
-    return made
-
-
-def load_texts(checkpoint: Checkpoint) -> dict[str, list[int]]:
-    """The texts of the repository in the ids of this model's own tokenizer."""
-    from runtime.config import EngineConfig
-    from runtime.startup import load_tokenizer
-    from tests.data.smollm2_prompts import PROMPTS
-
-    tokenizer = load_tokenizer(EngineConfig(), checkpoint)
-    return {name: tokenizer.encode(PROMPTS[name]) for name in (SHARED, *REPETITIVE, *PROSE)}
-
-
 # ---------------------------------------------------------------- one row, in a process of its own
 
 
@@ -199,42 +160,6 @@ def build(settings: Mapping[str, Any], args: argparse.Namespace, checkpoint: Che
     return engine
 
 
-def play(engine: Engine, requests: Sequence[Request], *, alone: bool = False) -> list[FinishedRequest]:
-    """Submit each at its arrival, or (alone) when the one before it is done; returned in order, ``arrived`` being when
-    it was to arrive. RuntimeError when one did not end with all its tokens."""
-    from runtime.api import GenerationRequest, SamplingParams
-
-    finished: list[FinishedRequest] = []
-    engine.observers.append(finished.append)
-    began = time.monotonic()
-    handles = []
-    arrivals = []
-    for i, request in enumerate(requests):
-        if not alone:
-            time.sleep(max(0.0, began + request.arrival - time.monotonic()))
-        arrivals.append(time.monotonic() if alone else began + request.arrival)
-        chance: dict[str, Any] = {"temperature": 0.0} if request.seed is None else {"temperature": 0.8, "top_p": 0.95}
-        params = SamplingParams(max_tokens=request.new_tokens, seed=request.seed, ignore_eos=True, **chance)
-        handles.append(engine.submit(GenerationRequest(request.prompt, params, label=str(i)), queue_limit=False))
-        if alone:
-            _drain(handles[-1])
-    for handle in handles:
-        _drain(handle)
-    engine.observers.remove(finished.append)
-    finished.sort(key=lambda one: int(one.label))
-    for one, request in zip(finished, requests, strict=True):
-        if one.output_tokens != request.new_tokens:
-            raise RuntimeError(f"{one} has not its {request.new_tokens} tokens")
-    return [replace(one, arrived=at) for one, at in zip(finished, arrivals, strict=True)]
-
-
-def _drain(handle: Any) -> None:
-    while not handle.done:
-        event = handle.get()
-        if event is not None and event.finish_reason in ("error", "abort"):
-            raise RuntimeError(event.error or "the engine ended the measurement")
-
-
 def first_token_ms(done: Sequence[FinishedRequest]) -> list[float]:
     """From arrival."""
     return [1000 * (r.first_token - r.arrived) for r in done]
@@ -248,6 +173,7 @@ def between_ms(done: Sequence[FinishedRequest]) -> list[float]:
 def run_row(index: int, args: argparse.Namespace) -> dict[str, float]:
     """Everything that is measured of one row. Times in milliseconds, memory in MiB, shares 0..1."""
     from runtime.loaders.checkpoint import open_checkpoint
+    from server.commands.bench import peak_memory
 
     checkpoint = open_checkpoint(args.model, lambda text: None)
     texts = load_texts(checkpoint)
@@ -286,14 +212,6 @@ def percentile(values: Sequence[float], share: float) -> float:
     """The least of the values that so large a share of them do not exceed."""
     ordered = sorted(values)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
-
-
-def peak_memory() -> int:
-    """Bytes: the most that was resident at once (VmHWM on Linux)."""
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 # ---------------------------------------------------------------- all rows
@@ -432,15 +350,6 @@ def table(rows: Sequence[Mapping[str, Any]], *, markdown: bool) -> list[str]:
     ]
 
 
-def machine() -> tuple[str, str]:
-    """(the CPU's name, the instruction set of the native kernels)."""
-    from cpu_kernels.library import isa
-    from device.machine import Machine
-    from device.probe_cpu import probe_cpu
-
-    return probe_cpu(Machine()).cards[0].model, isa()
-
-
 def json_rows(rows: Sequence[Mapping[str, Any]], args: argparse.Namespace, cpu: str, isa: str) -> list[dict[str, Any]]:
     """As all benchmarks write them; the peer of a row is the one above, that of the total the start."""
     suffix = "" if args.model == MODEL else f":{Path(args.model).stem}"
@@ -503,7 +412,7 @@ def main() -> int:
     print("\n".join(table(rows, markdown=args.markdown)))
     print("\n".join(verdict(rows)))
     if args.json:
-        args.json.write_text(json.dumps(json_rows(rows, args, *machine()), indent=1) + "\n")
+        args.json.write_text(json.dumps(json_rows(rows, args, cpu_name(), isa()), indent=1) + "\n")
     return 1 if total(rows) < GOAL and not args.quick else 0
 
 

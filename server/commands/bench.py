@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import random
 import statistics
 import sys
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from device.errors import JumarError
+from device.probe_cpu import cpu_name
 from server.commands.options import (
     ENGINE,
     GroupedCommand,
@@ -77,7 +77,7 @@ def bench(
     shown = list(rows)
     rows += [as_row(name, line) for name, lines in profiles.items() for line in lines]
     for row in rows:
-        row["device"], row["cpu"] = engine.device.caps.name, platform.processor() or platform.machine()
+        row["device"], row["cpu"] = engine.device.caps.name, cpu_name()
         if engine.model_id != "smollm2-135m":
             row["metric"] = f"{row['metric']}:{engine.model_id}"
     if json_file is not None:
@@ -127,7 +127,7 @@ def measure(engine: Engine, repeat: int, tokens: int) -> list[dict[str, Any]]:
     for number, (name, job, unit) in enumerate(jobs, 1):
         say(f"measuring {name} ({number} of {len(jobs)}), {repeat} time(s)")
         rows.append(_row(name, [job() for _ in range(repeat)], unit))
-    return [*rows, _row("memory", [_peak_memory() / (1 << 20)], "MiB")]
+    return [*rows, _row("memory", [peak_memory() / (1 << 20)], "MiB")]
 
 
 def profile(engine: Engine, trace: Trace, tokens: int) -> dict[str, list[Line]]:
@@ -182,7 +182,7 @@ def _row(metric: str, values: list[float], unit: str) -> dict[str, Any]:
     return {"metric": metric, "ours": middle, "unit": unit, "spread": spread}
 
 
-def _peak_memory() -> int:
+def peak_memory() -> int:
     """Bytes. 0 where the system does not tell."""
     try:
         import resource
